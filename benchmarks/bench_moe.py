@@ -15,7 +15,8 @@ backward.
 "padded" sends as many rows to every rank as the largest pair of ranks needs, which is told
 beforehand. "padded to the most" sends as many as any pair could need: what a static shape asks for
 that must hold whatever the router says. "exact, torch" reads its splits on the host, as Megatron-LM
-does, and calls all_to_all_single twice. All three are uncompressed. The results of lossless forms
+does, and calls all_to_all_single twice. All three are uncompressed, have their tokens' order made
+beforehand, once, and leave rows of a rank's experts among each other. The results of lossless forms
 are compared with those of "exact, torch" bit for bit, those of others by vNMSE, before they are
 timed.
 """

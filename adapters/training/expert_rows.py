@@ -145,6 +145,7 @@ class Rows:
     def __init__(self, channel: Channel, experts: int, faults: Sequence[str]) -> None:
         self._channel = channel
         self._rows = RowExchange(channel.comm, experts, faults)
+        self._places: dict[torch.device, Any] = {}
 
     def splits(self, x: Any, copies: Copies, fault: Any) -> Splits:
         """Tell all ranks the numbers of `copies` of rows like those of `x`, and what is wrong."""
@@ -152,6 +153,20 @@ class Rows:
         found = _made(self._channel, lambda: self._rows.counts(info, copies.counts, fault), fault)
         sends, receives = found.sent.sum(1).tolist(), found.table.sum(1).tolist()
         return Splits(sends, receives, range(len(sends)), found.table, found.on_device)
+
+    def by_expert(self, splits: Splits) -> Order | None:
+        """The order by expert, and of one by rank, of rows that arrive; None if they are in it."""
+        ranks, each = splits.table.shape
+        arrival = list(splits.arrival)
+        if ranks == 1 or (each == 1 and arrival == sorted(arrival)):
+            return None
+        device = splits.on_device.device
+        if device not in self._places:
+            # Only once: a copy from the host would have it wait for the rows that are in flight.
+            places = np.add.outer(arrival, np.arange(each) * ranks).reshape(-1)
+            self._places[device] = torch.from_numpy(places).to(device)
+        sizes, rows = splits.on_device.reshape(-1), int(splits.table.sum())
+        return Order.of_blocks(self._places[device], sizes, rows)
 
     def spread(self, x: Any, copies: Copies, splits: Splits) -> Any:
         """Send the copies of rows of `x`; returns those that arrive."""
@@ -173,6 +188,7 @@ class NodeRows(Rows):
     def __init__(self, channel: Channel, experts: int, faults: Sequence[str]) -> None:
         comm: NodeCommunicator = channel.comm
         self._channel, self._comm, self._faults = channel, comm, faults
+        self._places = {}
         call = Call(comm.rank, "RowExchange", 0, "", comm.name)
         with running.noted(call), call.stage("agree"):
             agree(call, comm.gather_plain, f"{experts} bins of rows")

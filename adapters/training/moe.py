@@ -311,7 +311,7 @@ class ExpertParallel(AllToAll):
         infinite = ~torch.isfinite(routing.weights.detach()).all()
         splits = self._there.splits(x, copies, copies.strange.long() + 2 * infinite.long())
         rows = _Copied.apply(x, self._there, self._back, copies, splits)
-        grouped = self._grouped(splits)
+        grouped = self._there.by_expert(splits)
         if grouped is not None:
             rows = _Permuted.apply(rows, *grouped)
         return Dispatched(
@@ -371,18 +371,6 @@ class ExpertParallel(AllToAll):
         weights = dispatched.routing.weights.to(y.dtype)
         results = _Permuted.apply(y, inverse, index).view(*weights.shape, y.shape[1])
         return torch.bmm(weights.unsqueeze(1), results).squeeze(1)
-
-    def _grouped(self, splits: Splits) -> Order | None:
-        """The order by expert, and of one by rank, of rows that arrive by rank, then by expert."""
-        ranks, each = splits.table.shape
-        arrival = list(splits.arrival)
-        if ranks == 1 or (each == 1 and arrival == sorted(arrival)):
-            return None
-        device = splits.on_device.device
-        of_ranks = torch.tensor(arrival, device=device).unsqueeze(1)
-        places = torch.arange(each, device=device) * ranks + of_ranks
-        rows = int(splits.table.sum())
-        return Order.of_blocks(places.reshape(-1), splits.on_device.reshape(-1), rows)
 
 
 class MixtureOfExperts(torch.nn.Module):  # type: ignore[misc]
