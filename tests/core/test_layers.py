@@ -130,3 +130,14 @@ def test_imports_run_one_way() -> None:
 )
 def test_imports_that_run_the_other_way(module: str, line: str, wrong: str | None) -> None:
     assert forbidden(module, line) == ([] if wrong is None else [f"tightwire.{wrong}"])
+
+
+def test_kernels_have_few_parameters() -> None:
+    numbers = {}
+    for module, path in MODULES.items():
+        if module.endswith("_triton"):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.FunctionDef) and node.decorator_list:
+                    numbers[f"{module}.{node.name}"] = len(node.args.args)
+    assert len(numbers) > 300
+    assert {name: n for name, n in numbers.items() if n > 24} == {}
