@@ -39,6 +39,7 @@ from .planning import backend_module, call_tiny, integer, is_tiny, kernels_known
 from .single_calls import (
     PACKED_RECORD,
     SingleCalls,
+    end_of,
     fits_thread,
     is_quick,
     read_one,
@@ -315,10 +316,9 @@ def encode_packed(
     if base is None and is_quick(plan, threads, backend) and write_quick(plan, bits, out):
         header = packed_plan(plan).header_bytes
         out[: header.size] = header
-        used = PACKED_RECORD.unpack_from(out.data, header.size)[1]
-        end, size = plan.dynamic_offset + used, plan.dynamic_offset + align(used)
-        out[end:size] = 0
-        return size
+        end = end_of(plan, out)
+        out[end : align(end)] = 0
+        return align(end)
     encode_into(plan, bits, out, threads=threads, backend=backend, base=base)
     parsed = parse(out, MAX_NBYTES)
     out[: parsed.header.nbytes] = parsed.packed_header

@@ -163,6 +163,12 @@ def write_quick(plan: Plan, bits: Bits, out: Bytes) -> bool:
     return write_one(plan, one.module, bits, out, stats, None)
 
 
+def end_of(plan: Plan, data: Bytes) -> int:
+    """Where the dynamic bytes end in a buffer that `write_quick` has written."""
+    used: int = PACKED_RECORD.unpack_from(data.data, plan.header_bytes.size)[1]
+    return plan.dynamic_offset + used
+
+
 def read_quick(plan: Plan, data: Bytes, out: Bits) -> bool:
     """Read a buffer as `read_one` does, header and record included, if one was read before.
 

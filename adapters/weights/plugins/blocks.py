@@ -20,7 +20,7 @@ from ....codecs.common.threads import cpu_count
 from ....formats.errors import FormatError
 from ....formats.header import ALIGN, Header
 from ....planning import integer
-from ....single_calls import is_aligned, is_quick, read_quick, write_quick
+from ....single_calls import end_of, is_aligned, is_quick, read_quick, write_quick
 
 #: Plans that are kept: a cache has blocks of few shapes.
 _PLANS = 64
@@ -96,16 +96,19 @@ class Blocks:
         target = _memory("out", out, plan.nbytes)
         if self.ratio is None:
             return engine.encode_packed(plan, bits, target, self.threads)
-        quick = is_quick(plan, self.threads, None)
-        if not (quick and write_quick(plan, bits, target)):
+        if is_quick(plan, self.threads, None) and write_quick(plan, bits, target):
+            end = end_of(plan, target)
+        else:
             engine.encode_into(plan, bits, target, threads=self.threads)
-        try:
-            parsed = engine.parse_as(plan, target)
-        except FormatError:
-            taken = f"{plan.nbytes} bytes, which ratio={self.ratio} leaves it"
-            raise ValueError(f"a block of {bits.nbytes} bytes does not fit in {taken}") from None
+            try:
+                parsed = engine.parse_as(plan, target)
+            except FormatError:
+                taken = f"{plan.nbytes} bytes, which ratio={self.ratio} leaves it"
+                problem = f"a block of {bits.nbytes} bytes does not fit in {taken}"
+                raise ValueError(problem) from None
+            end = parsed.dynamic_at[0] + parsed.records[0].dynamic_nbytes
         # What was there before is nobody's business.
-        target[parsed.dynamic_at[0] + parsed.records[0].dynamic_nbytes :] = 0
+        target[end:] = 0
         return plan.nbytes
 
     def decode(self, plan: Plan, data: Any, out: Any) -> int:
