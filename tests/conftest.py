@@ -18,7 +18,7 @@ from tightwire.formats.dtypes import BY_NAME, DType
 from tightwire.planning import HOST_BACKENDS
 
 #: From the smallest to the largest; the last needs packages of its own.
-TIERS = ("slow", "gpu", "long", "plugins")
+TIERS = ("slow", "gpu", "multi_gpu", "long", "plugins")
 #: Cases that the fast tier has of one test, more than there are codecs and dtypes. The marker
 #: `fast_cases` says fewer, where each takes long: it is interpreted, or has code compiled. With
 #: `slow_cases` the slow tier has a part of them too, and the others are long.
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests of GPUs that are asked for where there is none say so."""
-    if item.get_closest_marker("gpu") is not None and not has_gpu():
+    if tier(item) in ("gpu", "multi_gpu") and not has_gpu():
         pytest.skip("needs a GPU, and PyTorch finds none")
 
 

@@ -365,7 +365,7 @@ def test_training_on_other_numbers_of_ranks(world_size: int, tmp_path: Path) -> 
         check(results)
 
 
-@pytest.mark.gpu
+@pytest.mark.multi_gpu
 def test_training_on_gpus(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")

@@ -990,7 +990,7 @@ def test_between_processes(tmp_path: Path) -> None:
     assert others == [first] * (world_size - 1)
 
 
-@pytest.mark.gpu
+@pytest.mark.multi_gpu
 def test_between_gpus(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.device_count() < 2:

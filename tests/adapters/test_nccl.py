@@ -24,7 +24,7 @@ from transports import (
     survive,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.multi_gpu
 
 
 def run(task: str, world_size: int) -> list[Any]:

@@ -250,7 +250,7 @@ def late(device: Any) -> float:
     return spent
 
 
-@pytest.mark.gpu
+@pytest.mark.multi_gpu
 @pytest.mark.parametrize("task", ["everything", "graphs", "recorded", "late"])
 def test_on_two_gpus(task: str, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:

@@ -506,7 +506,7 @@ def test_training_on_two_nodes(tmp_path: Path) -> None:
     check_training(launch(__file__, "train", 4, tmp_path))
 
 
-@pytest.mark.gpu
+@pytest.mark.multi_gpu
 def test_training_on_gpus(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.device_count() < 4:

@@ -539,7 +539,7 @@ def everything(device: Any) -> dict[str, Any]:
     [
         (2, "cpu"),
         pytest.param(4, "cpu", marks=pytest.mark.long),
-        pytest.param(2, "cuda", marks=pytest.mark.gpu),
+        pytest.param(2, "cuda", marks=pytest.mark.multi_gpu),
     ],
 )
 def test_hooks_against_sums_by_hand(ranks: int, device: str, tmp_path: Path) -> None:

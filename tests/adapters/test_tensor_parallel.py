@@ -301,7 +301,7 @@ def test_layers_on_four_ranks(tmp_path: Path) -> None:
     check(launch(__file__, "everything", 4, tmp_path))
 
 
-@pytest.mark.gpu
+@pytest.mark.multi_gpu
 def test_layers_on_gpus(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")

@@ -20,7 +20,7 @@ from ranks import DESIGNS, DTYPES, Ranks, check_collectives, exact
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 pytestmark = [
-    pytest.mark.gpu,
+    pytest.mark.multi_gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
