@@ -8,11 +8,17 @@ from typing import Any
 
 from gpu_report import DATA, cold, fraction, nvcomp_lines, spread, timings
 
+#: Records by what their part is called: the later decoder was not timed whole, nor beside nvCOMP.
+HUFFMAN = {
+    "entropy_gpu.json": "huffman",
+    "entropy_gpu_h200.json": "huffman on an H200, with an earlier decoder",
+}
+DELTA = "delta_gpu.json"
 DIETGPU = "DietGPU on an H200, of another run (2026-11-20): 0.674, 535 and 929 GB/s at 256 MiB."
 
 
-def lines(recorded: dict[str, Any] | None, deltas: dict[str, Any] | None) -> list[str]:
-    """The page, from the records of huffman and of delta."""
+def lines(found: dict[str, dict[str, Any]]) -> list[str]:
+    """The page, from the records of huffman and of delta, by file."""
     failures: list[str] = []
     page = [
         "# huffman and delta on the GPU",
@@ -22,10 +28,11 @@ def lines(recorded: dict[str, Any] | None, deltas: dict[str, Any] | None) -> lis
         "are in bytes moved, of the copy of the same tensors and, in brackets, of the largest. "
         "Checksum off; no tensor is in the cache when its turn comes.",
     ]
-    if recorded is not None:
-        page += huffman_lines(recorded, failures)
-    if deltas is not None:
-        page += delta_lines(deltas, failures)
+    for file, title in HUFFMAN.items():
+        if file in found:
+            page += ["", f"## {title}", *huffman_lines(found[file], failures)]
+    if DELTA in found:
+        page += delta_lines(found[DELTA], failures)
     return page + (["", "What failed:", "", *failures] if failures else [])
 
 
@@ -39,8 +46,6 @@ def made_on(recorded: dict[str, Any]) -> str:
 def huffman_lines(recorded: dict[str, Any], failures: list[str]) -> list[str]:
     """The part on huffman; what failed is added to `failures`."""
     page = [
-        "",
-        "## huffman",
         "",
         made_on(recorded),
         "",
@@ -62,7 +67,7 @@ def huffman_lines(recorded: dict[str, Any], failures: list[str]) -> list[str]:
     page += ["", "A graph of one call, bfloat16, us (p10 to p90):", ""]
     for t in timings(recorded, how="replay", checksum=False):
         page.append(f"- {t['op']}, {t['mib']} MiB: {spread(t['us'])}")
-    return [*page, *nvcomp_lines(recorded), "", DIETGPU]
+    return [*page, *nvcomp_lines(recorded), "", DIETGPU] if "nvcomp" in recorded else page
 
 
 def delta_lines(recorded: dict[str, Any], failures: list[str]) -> list[str]:
@@ -103,9 +108,8 @@ def shown_data(case: dict[str, Any]) -> str:
 
 def write(folder: Path) -> bool:
     """Write entropy_gpu.md if there is a record; whether there is."""
-    records = [folder / name for name in ("entropy_gpu.json", "delta_gpu.json")]
-    found = [json.loads(file.read_text()) if file.exists() else None for file in records]
-    if found == [None, None]:
-        return False
-    (folder / "entropy_gpu.md").write_text("\n".join(lines(*found)) + "\n")
-    return True
+    records = [folder / name for name in (*HUFFMAN, DELTA)]
+    found = {file.name: json.loads(file.read_text()) for file in records if file.exists()}
+    if found:
+        (folder / "entropy_gpu.md").write_text("\n".join(lines(found)) + "\n")
+    return bool(found)
