@@ -113,6 +113,19 @@ def test_a_base_that_is_not_compressed(steps: list[Path], tmp_path: Path) -> Non
     assert (tmp_path / "back").read_bytes() == steps[1].read_bytes()
 
 
+def test_inspect_names_the_base(steps: list[Path]) -> None:
+    chain(steps[:3])
+    wanted = [None, {"file": "s0.tw.safetensors", "deltas": 1}]
+    wanted += [{"file": "s1.tw.safetensors", "deltas": 2}]
+    for path, base in zip(steps, wanted, strict=False):
+        (document,) = json.loads(done("inspect", packed(path), "--json"))["files"]
+        assert document["base"] == base
+    assert done("inspect", packed(steps[0])).endswith("gives its source back byte for byte\n")
+    given = "byte for byte, given s0.tw.safetensors, which it holds deltas against\n"
+    assert done("inspect", packed(steps[1])).endswith(given)
+    assert done("inspect", packed(steps[2])).endswith("against, 2 files of deltas in a row\n")
+
+
 def test_json_counts_deltas(steps: list[Path]) -> None:
     document = json.loads(done("compress", steps[1], "--delta-from", steps[0], "--json"))
     (file,) = document["files"]

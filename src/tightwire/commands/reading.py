@@ -15,7 +15,7 @@ from ..arguments import base_of_buffer
 from ..codecs.common.threads import cpu_count
 from ..contents import Contents, read_header
 from ..decoding import decode
-from ..formats.container import VERSION_KEY, Directory, users_metadata
+from ..formats.container import VERSION_KEY, BaseNote, Directory, base_note, users_metadata
 from ..formats.header import MAGIC
 from ..inspection import Part
 from ..planning import backend_for_once
@@ -195,9 +195,11 @@ def _compressed_done(contents: Contents, infos: Mapping[str, AnyInfo]) -> Done:
     exact = contents.source is not None
     nbytes = contents.reader.nbytes
     parts = inspection.file_parts(nbytes, contents.directory.data_at, infos.values())
+    base = base_note(contents.directory)
     document = {
         "compressed": True,
         "restores_source_file": exact,
+        "base": base and base._asdict(),
         "metadata": users_metadata(contents.directory.metadata),
         **_sizes(nbytes, infos, parts),
     }
@@ -209,10 +211,20 @@ def _compressed_done(contents: Contents, infos: Mapping[str, AnyInfo]) -> Done:
         print_table(_COLUMNS, [*rows, total], last=1)
         say("")
         print_parts(parts)
-        restores = "gives its source back byte for byte" if exact else "keeps no source header"
-        say("", f"{count_text(len(infos))} in {size_text(nbytes)}; the file {restores}")
+        say("", f"{count_text(len(infos))} in {size_text(nbytes)}; {_restores(exact, base)}")
 
     return document, show
+
+
+def _restores(exact: bool, base: BaseNote | None) -> str:
+    """What a compressed file gives back, and what that takes."""
+    found = "the file gives its source back byte for byte"
+    if not exact:
+        found = "the file keeps no source header"
+    if base is None:
+        return found
+    row = "" if base.deltas == 1 else f", {base.deltas} files of deltas in a row"
+    return f"{found}, given {base.file}, which it holds deltas against{row}"
 
 
 _PLAIN_COLUMNS = ("<tensor", "<dtype", "shape", "bytes", "share")
