@@ -301,6 +301,27 @@ def test_a_wrong_base_is_refused_before_anything_is_written(
     tw.verify(packed)
 
 
+@pytest.mark.parametrize(("dtype", "n"), [("uint8", 100), ("uint8", 3), ("complex64", 5000)])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_damage_of_what_is_stored_raw_leaves_the_base_alone(
+    dtype: str, n: int, chunks: int, backend: str
+) -> None:
+    kind = BY_NAME[dtype].numpy
+    base, x = np.zeros(n, kind), np.ones(n, kind)
+    data = bytearray(bytes(tw.encode(x, "delta", base=base, chunks=chunks)))
+    plan = parse(np.frombuffer(bytes(data), np.uint8)).plan
+    assert plan.codec.name == "raw"
+    live = base.copy()
+    tw.decode(data, base=live, out=live, backend=backend)
+    assert live.tobytes() == x.tobytes()
+    for at in (plan.static_range(chunks - 1).start, len(data) - 1):
+        damaged, live = bytearray(data), base.copy()
+        damaged[at] ^= 1
+        with pytest.raises(tw.FormatError, match="checksum_mismatch"):
+            tw.decode(damaged, base=live, out=live, backend=backend)
+        assert live.tobytes() == base.tobytes()
+
+
 def test_twice() -> None:
     """A difference applies once; new values may be applied again."""
     base, x = step("bfloat16", 50_000, 1e-5)
