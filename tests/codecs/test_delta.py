@@ -146,6 +146,20 @@ def test_ratio(rate: float, share: float, most: float) -> None:
     assert tw.encode(x, "delta", base=base).nbytes <= most * x.nbytes
 
 
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"]
+)
+@pytest.mark.parametrize("share", [0.5, 0.25, 0.9])
+def test_no_more_bytes_than_the_xor_takes(dtype: str, share: float) -> None:
+    rate = 1e-5 if dtype == "float32" else 1e-4
+    base, moved = step(dtype, 1 << 18, 20 * rate if dtype.startswith("float8") else rate)
+    bits = BY_NAME[dtype].bits
+    chosen = np.random.default_rng(1).random(base.size) < share
+    x = np.where(chosen, moved.view(bits), base.view(bits)).astype(bits)
+    differences = tw.encode(x ^ base.view(bits), "huffman").nbytes
+    assert tw.encode(x.view(base.dtype), "delta", base=base).nbytes <= differences
+
+
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("n", [1000, 32768 + 37])
 def test_values_just_below_a_power_of_two(dtype: str, n: int) -> None:
