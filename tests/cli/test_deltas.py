@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 import tightwire as tw
 from tightwire import bench, convert
-from tightwire.commands.advise import HUFFMAN_CPU
+from tightwire.commands.advise import HUFFMAN_CPU, HUFFMAN_H200, HUFFMAN_H200_US
 from tightwire.commands.app import app
 from tightwire.contents import Contents, read_header
 from tightwire.file_tensors import FileTensors, file_tensors
@@ -277,6 +277,23 @@ def test_speeds_of_huffman_are_those_of_the_record() -> None:
         assert speeds == (round(found["encode_gbps"], 2), round(found["decode_gbps"], 2))
 
 
+def test_speeds_of_huffman_on_a_gpu_are_those_of_the_record() -> None:
+    record = Path(__file__).parents[2] / "benchmarks/results/entropy_gpu.json"
+    data = json.loads(record.read_text())
+    assert "H200" in data["machine"]["gpu"]
+    found = {}
+    for case in data["cases"]:
+        for timing in case["timings"]:
+            if case["data"] == "gaussian" and not timing["checksum"]:
+                key = case["dtype"], case["mib"], timing["how"], timing["op"]
+                found[key] = timing
+    for dtype, speeds in HUFFMAN_H200.items():
+        rates = [found[dtype, 256, "cold", op]["GB/s"] for op in ("encode", "decode")]
+        assert speeds == tuple(map(round, rates))
+    times = [found["bfloat16", 2, "replay", op]["us"]["median"] for op in ("encode", "decode")]
+    assert tuple(round(us, 1) for us in times) == HUFFMAN_H200_US
+
+
 def test_advise_of_other_codecs() -> None:
     call_of = ["advise", "--link", "1GB/s", "--message", "64MiB", "--world", "4"]
     speeds = ["--encode", "3GB/s", "--decode", "5GB/s"]
@@ -289,14 +306,21 @@ def test_advise_of_other_codecs() -> None:
     assert (document["codec"], document["ratio"]) == ("delta", 0.01)
     document = json.loads(done(*call_of, "--json", *speeds))
     assert (document["codec"], document["ratio"]) == (None, pytest.approx(0.698))
-    # Recorded on a CPU alone, for floats alone; of integers the ratio is nobody's to know.
+    words = [*call_of, "--codec", "huffman"]
+    assert done(*words).startswith("codec: huffman, speed recorded on one NVIDIA H200\n")
+    document = json.loads(done(*words, "--json"))
+    large = 256 << 20
+    lines = [document[what] for what in ("encode", "decode")]
+    gbps = [1e-9 * large / (line["alpha"] + line["beta"] * large) for line in lines]
+    assert gbps == pytest.approx(HUFFMAN_H200["bfloat16"])
+    # Recorded for floats alone; of integers the ratio is nobody's to know.
     words = [*call_of, "--codec", "huffman", "--device", "cpu"]
     assert done(*words).startswith("codec: huffman, speed recorded on one thread of a CPU\n")
     document = json.loads(done(*words, "--json"))
     gbps = [1e-9 / document[what]["beta"] for what in ("encode", "decode")]
     assert gbps == pytest.approx(HUFFMAN_CPU["bfloat16"])
     for more, message in (
-        (["--codec", "huffman"], "--device cpu, or --encode and --decode"),
+        (["--codec", "huffman", "--dtype", "float64"], "speed of huffman for float64"),
         (["--codec", "huffman", "--device", "cpu", "--dtype", "int64"], "speed of huffman"),
         (["--codec", "huffman", *speeds, "--dtype", "int64"], "Needed: --ratio"),
         (["--codec", "huffman", *speeds, "--dtype", "bool"], "Needed: --ratio"),
