@@ -147,6 +147,15 @@ def test_a_truncated_chain(steps: list[Path], tmp_path: Path) -> None:
     assert (tmp_path / "back").read_bytes() == steps[2].read_bytes()
 
 
+def test_a_base_that_is_cut_short_is_named_once(steps: list[Path], tmp_path: Path) -> None:
+    done("compress", steps[0])
+    short = tmp_path / "short.tw.safetensors"
+    short.write_bytes(packed(steps[0]).read_bytes()[:-100])
+    result = call("compress", steps[1], "--delta-from", short)
+    assert result.exit_code == 3
+    assert result.stderr.startswith(f"tightwire: bad_container: {short}: the file has ")
+
+
 def test_a_wrong_base(steps: list[Path], tmp_path: Path) -> None:
     chain(steps)
     back = tmp_path / "back"
