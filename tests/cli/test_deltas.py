@@ -278,6 +278,15 @@ def test_bench_of_deltas(steps: list[Path]) -> None:
     assert "delta" in out
 
 
+def test_bench_of_codec_delta(steps: list[Path]) -> None:
+    result = call("bench", steps[1], "--codec", "delta")
+    assert result.exit_code == 2
+    assert "Needed: --delta-from" in result.stderr
+    words = ["bench", steps[1], "--delta-from", steps[0], "--repeat", 1, "--json"]
+    found = json.loads(done(*words, "--codec", "delta"))
+    assert "delta" in {speed["name"] for speed in found["speeds"]}
+
+
 def test_speeds_of_huffman_are_those_of_the_record() -> None:
     record = Path(__file__).parents[2] / "benchmarks/results/lossless.json"
     data = json.loads(record.read_text())["data"]
