@@ -90,17 +90,18 @@ def _verify(path: Path, base: Path | None) -> tuple[int, bool]:
     source = path_or_bytes(path)
     data = _buffer_bytes(source)
     if data is not None:
-        return 1, _verify_buffer(engine.parse(data), base)
+        return 1, _verify_buffer(path, engine.parse(data), base)
     with progress_bar("verify", path) as progress:
         return convert.verify_file(source, progress=progress, base=base), True
 
 
-def _verify_buffer(parsed: engine.Parsed, base: Path | None) -> bool:
+def _verify_buffer(path: Path, parsed: engine.Parsed, base: Path | None) -> bool:
     """Check a bare buffer; False if it is a delta, and checked by its checksum alone."""
     plan = parsed.plan
     against = None
     if base is not None:
-        if not plan.needs_base:
+        # Deltas of small tensors are stored by raw.
+        if not plan.needs_base and plan.codec.name != "raw":
             raise ValueError("is not a delta. Allowed: no --base")
         with about(base):
             data = _buffer_bytes(base)
@@ -108,7 +109,8 @@ def _verify_buffer(parsed: engine.Parsed, base: Path | None) -> bool:
                 raise misuse(f"{base}: is not a bare buffer, and FILE is one")
             against = base_of_buffer(plan, decode(data))
     elif plan.needs_base and not plan.checksum:
-        raise misuse("is a delta without a checksum: it is checked by decoding. Needed: --base")
+        detail = "is a delta without a checksum: it is checked by decoding. Needed: --base"
+        raise misuse(f"{path}: {detail}")
     engine.verify_chunks(parsed, cpu_count(), backend_for_once([plan]), base=against)
     return against is not None or not plan.needs_base
 
