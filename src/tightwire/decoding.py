@@ -125,6 +125,8 @@ def decode(
         if np.may_share_memory(bits, parsed.data):
             raise ValueError(f"out overlaps {DECODED}")
         check_over_base(bits, against)
+        if base is not None and not plan.needs_base and verify is not False:
+            engine.check_before_writing(parsed, lo, hi, verify)
     engine.decode_range(
         parsed,
         bits,

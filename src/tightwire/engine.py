@@ -692,6 +692,15 @@ def check_chunks(parsed: Parsed) -> None:
         check_chunk(parsed, i, module)
 
 
+def check_before_writing(parsed: Parsed, start: int, stop: int, verify: bool | None) -> None:
+    """What `decode_range` checks of a buffer of raw, before it writes to what may be a base."""
+    module = backend_module(parsed.plan.codec.name, None)
+    for i in parsed.distinct(touched_chunks(parsed.plan, start, stop)):
+        lo, hi = parsed.plan.chunk_range(i)
+        if verify or (start <= lo and hi <= stop):
+            check_chunk(parsed, i, module)
+
+
 def seal(plan: Plan, data: Bytes) -> None:
     """Write the checksum of every chunk anew; for plans without dynamic parts or raw chunks."""
     module = backend_module(plan.codec.name, None)

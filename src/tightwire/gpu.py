@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from . import arrays
+from . import arrays, gpu_memory
 from .arguments import check_base, check_base_of_buffer
 from .arrays import Target, describe
 from .buffer import Buffer, parsed_source
@@ -217,8 +217,12 @@ def decode(
             result = torch.empty(shape, dtype=_TORCH[plan.dtype], device=place)
         else:
             result = _output(out, info, plan.dtype, shape, "out", place)
-        is_new = out is None
-        _launch(source, result, lo, hi, verify, scratch, base=against, is_new=is_new)
+        held = result
+        if out is not None and base is not None and against is None:
+            held = gpu_memory.held_back(result, source.data[: plan.nbytes])
+        _launch(source, held, lo, hi, verify, scratch, base=against, is_new=out is None)
+        if held is not result:
+            gpu_memory.take_sound(result, held, None if verify else source.memory)
         if out is not None:
             return out
         return _export(result, plan.dtype, target)
@@ -751,7 +755,7 @@ def _launch(
     if lo == hi and plan.nelem:
         # No chunk is touched. All that the host has not read is the header.
         if planned:
-            _match_header(plan, data, status)
+            gpu_memory.match_header(plan, data, status)
         if own_status is not None:
             _settle(own_status)
         return
@@ -792,9 +796,3 @@ def _launch(
         memory.lease(data)
     if own_status is not None:
         _settle(own_status)
-
-
-def _match_header(plan: Plan, data: torch.Tensor, status: torch.Tensor) -> None:
-    from .codecs.common.frame_triton import frame_of
-
-    frame_of(plan).check_header(data, status)

@@ -15,7 +15,7 @@ from .codecs.common.base import Bytes, Plan
 from .engine import Head, check_plan, parse_head
 from .formats.dtypes import BY_NAME
 from .formats.header import ALIGN, RECORD
-from .gpu_arrays import _download, _export, _scope, _upload, unrelated
+from .gpu_arrays import _check_apart, _download, _export, _scope, _span, _upload, unrelated
 
 _UINT8, _INT64 = BY_NAME["uint8"], BY_NAME["int64"]
 _status_lock = threading.Lock()
@@ -202,6 +202,28 @@ def _settle(status: torch.Tensor) -> None:
         error = problem(found)
         if error is not None:
             raise error
+
+
+def match_header(plan: Plan, data: torch.Tensor, status: torch.Tensor) -> None:
+    """Compare the header of a buffer with the plan's, on the device."""
+    from .codecs.common.frame_triton import frame_of
+
+    frame_of(plan).check_header(data, status)
+
+
+def held_back(result: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
+    """Memory to decode a tensor that is stored raw to, where `result` may lie over its base.
+
+    That is left alone if the buffer is damaged: see `take_sound`.
+    """
+    _check_apart(("the buffer that is decoded", *_span(encoded)), ("out", *_span(result)))
+    return torch.empty_like(result)
+
+
+def take_sound(result: torch.Tensor, decoded: torch.Tensor, memory: Memory | None) -> None:
+    """Copy to `result` what was decoded, if that was sound; without `memory` it is known to be."""
+    new, old = (x.reshape(-1).view(torch.uint8) for x in (decoded, result))
+    old.copy_(new if memory is None else torch.where(memory.status == 0, new, old))
 
 
 def _read_head(data: torch.Tensor, max_nbytes: int) -> Head:

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 import tightwire as tw
 from tightwire import bench, convert
-from tightwire.commands.advise import HUFFMAN_CPU
+from tightwire.commands.advise import HUFFMAN_CPU, HUFFMAN_H200, HUFFMAN_H200_US
 from tightwire.commands.app import app
 from tightwire.contents import Contents, read_header
 from tightwire.file_tensors import FileTensors, file_tensors
@@ -113,6 +113,19 @@ def test_a_base_that_is_not_compressed(steps: list[Path], tmp_path: Path) -> Non
     assert (tmp_path / "back").read_bytes() == steps[1].read_bytes()
 
 
+def test_inspect_names_the_base(steps: list[Path]) -> None:
+    chain(steps[:3])
+    wanted = [None, {"file": "s0.tw.safetensors", "deltas": 1}]
+    wanted += [{"file": "s1.tw.safetensors", "deltas": 2}]
+    for path, base in zip(steps, wanted, strict=False):
+        (document,) = json.loads(done("inspect", packed(path), "--json"))["files"]
+        assert document["base"] == base
+    assert done("inspect", packed(steps[0])).endswith("gives its source back byte for byte\n")
+    given = "byte for byte, given s0.tw.safetensors, which it holds deltas against\n"
+    assert done("inspect", packed(steps[1])).endswith(given)
+    assert done("inspect", packed(steps[2])).endswith("against, 2 files of deltas in a row\n")
+
+
 def test_json_counts_deltas(steps: list[Path]) -> None:
     document = json.loads(done("compress", steps[1], "--delta-from", steps[0], "--json"))
     (file,) = document["files"]
@@ -132,6 +145,15 @@ def test_a_truncated_chain(steps: list[Path], tmp_path: Path) -> None:
     # The base of a file itself may be elsewhere.
     done("decompress", packed(steps[2]), "--base", gone, "-o", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == steps[2].read_bytes()
+
+
+def test_a_base_that_is_cut_short_is_named_once(steps: list[Path], tmp_path: Path) -> None:
+    done("compress", steps[0])
+    short = tmp_path / "short.tw.safetensors"
+    short.write_bytes(packed(steps[0]).read_bytes()[:-100])
+    result = call("compress", steps[1], "--delta-from", short)
+    assert result.exit_code == 3
+    assert result.stderr.startswith(f"tightwire: bad_container: {short}: the file has ")
 
 
 def test_a_wrong_base(steps: list[Path], tmp_path: Path) -> None:
@@ -256,12 +278,38 @@ def test_bench_of_deltas(steps: list[Path]) -> None:
     assert "delta" in out
 
 
+def test_bench_of_codec_delta(steps: list[Path]) -> None:
+    result = call("bench", steps[1], "--codec", "delta")
+    assert result.exit_code == 2
+    assert "Needed: --delta-from" in result.stderr
+    words = ["bench", steps[1], "--delta-from", steps[0], "--repeat", 1, "--json"]
+    found = json.loads(done(*words, "--codec", "delta"))
+    assert "delta" in {speed["name"] for speed in found["speeds"]}
+
+
 def test_speeds_of_huffman_are_those_of_the_record() -> None:
     record = Path(__file__).parents[2] / "benchmarks/results/lossless.json"
     data = json.loads(record.read_text())["data"]
     for dtype, speeds in HUFFMAN_CPU.items():
         found = data[f"N(0, 0.02), {dtype}"]["speeds"]["huffman"]
         assert speeds == (round(found["encode_gbps"], 2), round(found["decode_gbps"], 2))
+
+
+def test_speeds_of_huffman_on_a_gpu_are_those_of_the_record() -> None:
+    record = Path(__file__).parents[2] / "benchmarks/results/entropy_gpu.json"
+    data = json.loads(record.read_text())
+    assert "H200" in data["machine"]["gpu"]
+    found = {}
+    for case in data["cases"]:
+        for timing in case["timings"]:
+            if case["data"] == "gaussian" and not timing["checksum"]:
+                key = case["dtype"], case["mib"], timing["how"], timing["op"]
+                found[key] = timing
+    for dtype, speeds in HUFFMAN_H200.items():
+        rates = [found[dtype, 256, "cold", op]["GB/s"] for op in ("encode", "decode")]
+        assert speeds == tuple(map(round, rates))
+    times = [found["bfloat16", 2, "replay", op]["us"]["median"] for op in ("encode", "decode")]
+    assert tuple(round(us, 1) for us in times) == HUFFMAN_H200_US
 
 
 def test_advise_of_other_codecs() -> None:
@@ -276,14 +324,21 @@ def test_advise_of_other_codecs() -> None:
     assert (document["codec"], document["ratio"]) == ("delta", 0.01)
     document = json.loads(done(*call_of, "--json", *speeds))
     assert (document["codec"], document["ratio"]) == (None, pytest.approx(0.698))
-    # Recorded on a CPU alone, for floats alone; of integers the ratio is nobody's to know.
+    words = [*call_of, "--codec", "huffman"]
+    assert done(*words).startswith("codec: huffman, speed recorded on one NVIDIA H200\n")
+    document = json.loads(done(*words, "--json"))
+    large = 256 << 20
+    lines = [document[what] for what in ("encode", "decode")]
+    gbps = [1e-9 * large / (line["alpha"] + line["beta"] * large) for line in lines]
+    assert gbps == pytest.approx(HUFFMAN_H200["bfloat16"])
+    # Recorded for floats alone; of integers the ratio is nobody's to know.
     words = [*call_of, "--codec", "huffman", "--device", "cpu"]
     assert done(*words).startswith("codec: huffman, speed recorded on one thread of a CPU\n")
     document = json.loads(done(*words, "--json"))
     gbps = [1e-9 / document[what]["beta"] for what in ("encode", "decode")]
     assert gbps == pytest.approx(HUFFMAN_CPU["bfloat16"])
     for more, message in (
-        (["--codec", "huffman"], "--device cpu, or --encode and --decode"),
+        (["--codec", "huffman", "--dtype", "float64"], "speed of huffman for float64"),
         (["--codec", "huffman", "--device", "cpu", "--dtype", "int64"], "speed of huffman"),
         (["--codec", "huffman", *speeds, "--dtype", "int64"], "Needed: --ratio"),
         (["--codec", "huffman", *speeds, "--dtype", "bool"], "Needed: --ratio"),
@@ -389,17 +444,28 @@ def test_verify_of_a_bare_delta(tmp_path: Path) -> None:
     (file,) = json.loads(done("verify", summed, "--json"))["files"]
     assert (file["tensors"], file["decoded"]) == (1, False)
     result = call("verify", new)
-    assert (result.exit_code, "Needed: --base" in result.stderr) == (2, True)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"tightwire: {new}: is a delta without a checksum")
     # Damaged; another base; none that it could be.
     data[-200:-128] = bytes(byte ^ 255 for byte in data[-200:-128])
     new.write_bytes(data)
     assert call("verify", new, "--base", old).exit_code == 3
-    old.write_bytes(bytes(tw.encode(y)))
+    old.write_bytes(bytes(tw.encode(y, "huffman")))
     assert "base_mismatch" in call("verify", summed, "--base", old).stderr
     assert call("verify", summed, "--base", summed).exit_code == 5
     assert call("verify", old, "--base", old).exit_code == 5
     assert call("verify", summed, "--base", __file__).exit_code == 2
     assert call("verify", summed, "--base", tmp_path / "none").exit_code == 4
+
+
+def test_verify_of_a_bare_delta_of_a_small_tensor(tmp_path: Path) -> None:
+    """It is stored by raw, and takes a base of its shape and dtype as others do."""
+    old, new, other = (tmp_path / name for name in ("old.tw", "new.tw", "other.tw"))
+    old.write_bytes(bytes(tw.encode(np.zeros(9, np.uint8))))
+    new.write_bytes(bytes(tw.encode(np.ones(9, np.uint8), "delta", base=np.zeros(9, np.uint8))))
+    other.write_bytes(bytes(tw.encode(np.zeros(8, np.uint8))))
+    assert done("verify", new, "--base", old) == f"{new}: ok, 1 tensor\n"
+    assert "needed: uint8[9]" in call("verify", new, "--base", other).stderr
 
 
 def test_compress_says_why_there_are_no_deltas(steps: list[Path]) -> None:

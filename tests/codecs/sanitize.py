@@ -4,7 +4,8 @@
 
 Each of COUNT (400) small buffers has wrong bytes in its header, records, tiles, index or escapes;
 some have their checksums made right again, some have none, and all are decoded with and without
-verification, in part, and added. Only a tensor or FormatError may come of it. With
+verification, in part, and added, or written over their bases. Only a tensor or FormatError may come
+of it. With
 PYTORCH_NO_CUDA_MEMORY_CACHING=1, which this script sets, torch's allocations are as long as its
 tensors, so that memcheck sees a read or write of one byte too far. Run it once without the tool
 first: kernels are then compiled and cached.
@@ -38,17 +39,28 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "sdp4bit": {"codec": "sdp4bit", "dtype": "bfloat16", "n": 4096 + 701, "chunks": 2},
     "tahquant": {"codec": "tahquant", "dtype": "bfloat16", "n": 2700, "chunks": 2},
     "raw": {"codec": "raw", "dtype": "int16", "n": 1000, "chunks": 3},
+    "huffman": {"codec": "huffman", "dtype": "bfloat16", "n": 1500, "chunks": 2},
+    "huffman_unsummed": {"codec": "huffman", "dtype": "bfloat16", "n": 700, "checksum": False},
+    "delta": {"codec": "delta", "dtype": "bfloat16", "n": 1300, "chunks": 2},
+    "delta_unsummed": {"codec": "delta", "dtype": "bfloat16", "n": 900, "checksum": False},
+    "overwrite": {"codec": "delta", "form": "overwrite", "dtype": "bfloat16", "n": 900},
 }
+#: Bytes of the index of a chunk of one tile.
+INDEX = {"huffman": 5, "delta": 20}
 SECTIONS = ("header", "record", "padding", "tiles", "offsets", "windows", "dynamic")
 
 
 class Case(NamedTuple):
-    """A damaged buffer of `plan`, with dynamic parts in slots; `repaired` if checksums fit."""
+    """A damaged buffer of `plan`, with dynamic parts in slots; `repaired` if checksums fit.
+
+    `base` has the elements that a tensor was coded against, None if there are none.
+    """
 
     name: str
     plan: Any
     data: Bytes
     repaired: bool
+    base: Any
 
 
 def sample(
@@ -57,29 +69,41 @@ def sample(
     codec: str = "zipccl",
     pattern: str = "normal",
     window: str = "tile",
+    form: str = "difference",
     **options: Any,
-) -> tuple[Any, Bytes]:
-    """Plan and bytes of a good buffer."""
+) -> tuple[Any, Bytes, Any]:
+    """Plan and bytes of a good buffer, and its base."""
     import tightwire as tw
     from support import make_bits
     from tightwire.formats.dtypes import BY_NAME
 
-    own: dict[str, dict[str, Any]] = {"zipccl": {"window": window}, "tahquant": {"hidden": 256}}
-    params = own.get(codec, {})
+    own: dict[str, dict[str, Any]] = {
+        "zipccl": {"window": window},
+        "tahquant": {"hidden": 256},
+        "delta": {"form": form},
+    }
+    coder = tw.codec(codec, **own.get(codec, {}))
     kind = BY_NAME[dtype]
     x = make_bits(pattern, kind, n).view(kind.numpy)
-    plan = tw.codec(codec, **params).plan(
+    base = None
+    if coder.needs_base:
+        base = x.copy()
+        # One by one, some of them by more units than are coded in the usual way.
+        base.view(kind.bits)[::9] ^= kind.bits.type(1)
+        base.view(kind.bits)[5::70] ^= kind.bits.type(1 << kind.mantissa - 1)
+    plan = coder.plan(
         x.shape, dtype, **{"chunks": 1, "dynamic_capacity": None, "checksum": True} | options
     )
     room = np.zeros(plan.nbytes, np.uint8)
-    tw.encode(x, tw.codec(codec, **params), out=room, **options)
-    return plan, room
+    tw.encode(x, coder, base=base, out=room, **options)
+    return plan, room, base
 
 
 def spans(plan: Any, data: Bytes, chunk: int, section: str) -> tuple[int, int]:
     """Where a section of a chunk lies in a buffer; the length is 0 if there is none.
 
-    Of lossy codecs "tiles" are the codes and "windows" what is behind them.
+    Of lossy codecs "tiles" are the codes and "windows" what is behind them; of huffman and delta
+    "tiles" is the index and "windows" its padding.
     """
     from tightwire.codecs.zipccl import TILE
 
@@ -88,7 +112,7 @@ def spans(plan: Any, data: Bytes, chunk: int, section: str) -> tuple[int, int]:
     index = static.stop
     tiles = 0
     if plan.codec.name != "raw":
-        index = static.start + plan.layout.sections[0].nbytes
+        index = static.start + INDEX.get(plan.codec.name, plan.layout.sections[0].nbytes)
     if plan.codec.name == "zipccl":
         lo, hi = plan.chunk_range(chunk)
         tiles = -(-(hi - lo) // TILE)
@@ -159,7 +183,7 @@ def cases(count: int) -> Iterator[Case]:
         name, section, repaired = kinds[k % len(kinds)]
         rng = np.random.default_rng(k)
         k += 1
-        plan, good = made[name]
+        plan, good, base = made[name]
         lo, hi = spans(plan, good, int(rng.integers(0, plan.chunks)), section)
         if lo == hi or (repaired and (section == "header" or not plan.checksum)):
             continue
@@ -169,13 +193,14 @@ def cases(count: int) -> Iterator[Case]:
             repair(plan, data)
         if (data != good).any():
             given += 1
-            yield Case(f"{k - 1}: {name}, {section}", plan, data, repaired)
+            yield Case(f"{k - 1}: {name}, {section}", plan, data, repaired, base)
 
 
 def decodes(case: Case, array: Any) -> Iterator[Any]:
     """What becomes of a case whose bytes lie in `array`: tensors, or reasons of refusal.
 
-    One after the other: decoded with verification, without, in part, and added.
+    One after the other: decoded with verification, without, in part, and added, or written over the
+    base, which is left alone if that is refused.
     """
     import torch
 
@@ -184,13 +209,17 @@ def decodes(case: Case, array: Any) -> Iterator[Any]:
 
     plan = case.plan
     buf = gpu.wrap(plan, array)
+    dtype = getattr(torch, plan.dtype.name)
+    base = None
+    if case.base is not None:
+        base = torch.from_numpy(case.base.view(np.uint8)).to(array.device).view(dtype)
 
     def outcome(options: dict[str, Any]) -> Any:
         try:
             if "acc" in options:
                 y = tw.codec("zipccl").decode_add(buf, options["acc"])
             else:
-                y = tw.decode(buf, backend="triton", **options)
+                y = tw.decode(buf, backend="triton", **{"base": base} | options)
             buf.check()
         except tw.FormatError as error:
             return error.reason
@@ -199,7 +228,13 @@ def decodes(case: Case, array: Any) -> Iterator[Any]:
     yield outcome({"verify": True})
     yield outcome({"verify": False})
     yield outcome({"verify": False, "start": plan.nelem // 3, "stop": plan.nelem - 5})
-    if plan.dtype.name == "bfloat16":
+    if base is not None:
+        live = base.clone()
+        found = outcome({"base": live, "out": live})
+        alike = torch.equal(live.view(torch.uint8), base.view(torch.uint8))
+        assert alike or not isinstance(found, str), case.name
+        yield found
+    elif plan.dtype.name == "bfloat16":
         acc = torch.zeros(plan.shape, dtype=torch.float32, device=array.device)
         yield outcome({"acc": acc})
 

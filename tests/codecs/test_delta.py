@@ -146,6 +146,20 @@ def test_ratio(rate: float, share: float, most: float) -> None:
     assert tw.encode(x, "delta", base=base).nbytes <= most * x.nbytes
 
 
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"]
+)
+@pytest.mark.parametrize("share", [0.5, 0.25, 0.9])
+def test_no_more_bytes_than_the_xor_takes(dtype: str, share: float) -> None:
+    rate = 1e-5 if dtype == "float32" else 1e-4
+    base, moved = step(dtype, 1 << 18, 20 * rate if dtype.startswith("float8") else rate)
+    bits = BY_NAME[dtype].bits
+    chosen = np.random.default_rng(1).random(base.size) < share
+    x = np.where(chosen, moved.view(bits), base.view(bits)).astype(bits)
+    differences = tw.encode(x ^ base.view(bits), "huffman").nbytes
+    assert tw.encode(x.view(base.dtype), "delta", base=base).nbytes <= differences
+
+
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("n", [1000, 32768 + 37])
 def test_values_just_below_a_power_of_two(dtype: str, n: int) -> None:
@@ -299,6 +313,27 @@ def test_a_wrong_base_is_refused_before_anything_is_written(
         tw.verify(packed, base=other)
     tw.verify(packed, base=base)
     tw.verify(packed)
+
+
+@pytest.mark.parametrize(("dtype", "n"), [("uint8", 100), ("uint8", 3), ("complex64", 5000)])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_damage_of_what_is_stored_raw_leaves_the_base_alone(
+    dtype: str, n: int, chunks: int, backend: str
+) -> None:
+    kind = BY_NAME[dtype].numpy
+    base, x = np.zeros(n, kind), np.ones(n, kind)
+    data = bytearray(bytes(tw.encode(x, "delta", base=base, chunks=chunks)))
+    plan = parse(np.frombuffer(bytes(data), np.uint8)).plan
+    assert plan.codec.name == "raw"
+    live = base.copy()
+    tw.decode(data, base=live, out=live, backend=backend)
+    assert live.tobytes() == x.tobytes()
+    for at in (plan.static_range(chunks - 1).start, len(data) - 1):
+        damaged, live = bytearray(data), base.copy()
+        damaged[at] ^= 1
+        with pytest.raises(tw.FormatError, match="checksum_mismatch"):
+            tw.decode(damaged, base=live, out=live, backend=backend)
+        assert live.tobytes() == base.tobytes()
 
 
 def test_twice() -> None:

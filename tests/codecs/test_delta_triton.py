@@ -16,6 +16,8 @@ from tightwire.formats.dtypes import BY_NAME
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from tightwire import gpu  # noqa: E402
+
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled for the GPU here", allow_module_level=True)
 
@@ -157,6 +159,30 @@ def test_a_wrong_base_is_refused_before_anything_is_written() -> None:
     with pytest.raises(tw.FormatError, match="base_mismatch"):
         buf.check()
     assert torch.equal(live.view(torch.int16), other.view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.complex64])
+def test_damage_of_what_is_stored_raw_leaves_the_base_alone(dtype: Any) -> None:
+    old, new = torch.zeros(100, dtype=dtype), torch.ones(100, dtype=dtype)
+    buf = tw.encode(new, "delta", base=old, backend="triton")
+    assert buf.header.codec == "raw"
+    for verify in (None, True):
+        live = old.clone()
+        tw.decode(buf, base=live, out=live, verify=verify, backend="triton")
+        assert torch.equal(live, new)
+    array = torch.as_tensor(buf.array).clone()
+    array[buf.plan.static_offset] ^= 1
+    damaged, live = gpu.wrap(buf.plan, array), old.clone()
+    tw.decode(damaged, base=live, out=live, backend="triton")
+    assert torch.equal(live, old)
+    with pytest.raises(tw.FormatError, match="checksum_mismatch"):
+        damaged.check()
+    for src in (damaged, array):
+        with pytest.raises(tw.FormatError, match="checksum_mismatch"):
+            tw.decode(src, base=live, out=live, verify=True, backend="triton")
+        assert torch.equal(live, old)
+    with pytest.raises(ValueError, match="overlaps"):
+        tw.decode(buf, base=old, out=buf.array[: old.nbytes].view(dtype), backend="triton")
 
 
 def test_calls_that_cannot_be() -> None:

@@ -221,7 +221,7 @@ def test_damage(place: str, part: int) -> None:
     for k, case in enumerate(cases[part :: 6 if place == "cuda" else 30]):
         memory = Memory(place)
         array = memory.put(case.data, BY_NAME["uint8"])
-        expected = on_host(case.data.tobytes())
+        expected = on_host(case.data.tobytes(), base=case.base)
         plan = case.plan
         if case.data[: plan.header.nbytes].tobytes() != plan.header_bytes.tobytes():
             expected = "bad_header"
@@ -236,6 +236,11 @@ def test_damage(place: str, part: int) -> None:
             pass
         assert raw(array).tobytes() == case.data.tobytes()
         memory.check()
+
+
+def test_damage_is_made_of_every_lossless_codec() -> None:
+    codecs = {case.plan.codec.name for case in sanitize().cases(400)}
+    assert codecs >= {name for name in tw.list_codecs() if tw.codec(name).lossless}
 
 
 def as_bytes(result: Any) -> Any:

@@ -214,3 +214,51 @@ def test_an_empty_selection_reads_no_chunk(backend: str) -> None:
     for at in (0, 7, 501, 1002):
         assert outcome(spoilt, at, at, backend) == b""
     assert outcome(spoilt[:-128], 7, 7, backend) == "truncated"
+
+
+DELTA_TILE = 32768
+
+
+def of_delta(form: str) -> tuple[bytes, Any, Any]:
+    """Two chunks of three tiles each, damaged in the second tile; the base, and the tensor."""
+    kind = BY_NAME["bfloat16"]
+    x = make_bits("normal", kind, 6 * DELTA_TILE).view(kind.numpy)
+    base = x.copy()
+    base.view(kind.bits)[::500] ^= 1
+    buffer = tw.codec("delta", form=form).encode(x, base=base, chunks=2, backend="ref")
+    data = bytearray(bytes(buffer))
+    plan = parse(np.frombuffer(bytes(data), np.uint8)).plan
+    words = int(np.frombuffer(bytes(data), "<u4", 3, plan.static_offset + 16)[1])
+    at = plan.dynamic_offset + 4 * words
+    # Almost any bits may be a center and a scale, but no number of changes starts so.
+    data[at : at + 12] = bytes(12)
+    repair(data)
+    return bytes(data), base, x
+
+
+@pytest.mark.parametrize("form", ["difference", "overwrite"])
+def test_a_part_of_a_delta_is_refused_for_what_it_touches(form: str, backend: str) -> None:
+    data, base, x = of_delta(form)
+    n = 3 * DELTA_TILE
+
+    def part(start: int, stop: int, against: Any, verify: bool | None = None) -> Any:
+        options: dict[str, Any] = {"start": start, "stop": stop, "verify": verify}
+        try:
+            return tw.decode(data, base=against, backend=backend, **options).tobytes()
+        except tw.FormatError as error:
+            return error.reason
+
+    sound = (0, 1), (5, DELTA_TILE), (2 * DELTA_TILE, n), (n - 1, n + 9), (n, 2 * n), (7, 7)
+    spoilt = (DELTA_TILE - 1, DELTA_TILE + 1), (DELTA_TILE, DELTA_TILE + 1), (3, n - 1), (0, 2 * n)
+    for start, stop in sound:
+        assert part(start, stop, base) == x[start:stop].tobytes(), (start, stop)
+    for start, stop in spoilt:
+        assert part(start, stop, base) == "bad_payload", (start, stop)
+    assert part(0, 1, base, verify=True) == "bad_payload"
+    # The digest is that of the whole chunk of the base, and of no other.
+    other = base.copy()
+    other.view(np.uint16)[n - 1] ^= 1
+    for start, stop in (*sound[:4], *spoilt):
+        for verify in (None, False, True):
+            assert part(start, stop, other, verify) == "base_mismatch", (start, stop)
+    assert part(n, 2 * n, other) == x[n:].tobytes()

@@ -11,6 +11,9 @@ import numpy.typing as npt
 import pytest
 
 import tightwire as tw
+from decoders import common as decoder
+from decoders.buffer import decode as decode_of_the_pages
+from decoders.common import FormatError
 from support import KEY, vector_key
 from tightwire.codecs import dynamiq, sdp4bit, tahquant, thc
 from tightwire.codecs.common import norms, philox
@@ -295,3 +298,20 @@ def test_tiles_of_one_value(dtype: str, direction: str) -> None:
     assert not np.signbit(y[-128:].astype(F32)).any()
     index = buffer.header.sections[2]
     assert (index.kind, index.nbytes > 0) == (3, direction == "forward")
+
+
+@pytest.mark.parametrize("codec", ["huffman", "delta"])
+def test_float8_e8m0fnu_has_no_exponent_bits(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder that takes its 8 bits for an exponent fails a vector."""
+    right = decoder.DTYPES[24]
+    monkeypatch.setitem(decoder.DTYPES, 24, right._replace(exponent=8))
+    failed = []
+    for path in (VECTORS / codec).glob("float8_e8m0fnu_*.tw"):
+        base = path.with_suffix(".base").read_bytes() if codec == "delta" else None
+        try:
+            found = decode_of_the_pages(path.read_bytes(), base=base)[2]
+        except FormatError:
+            found = b""
+        if found != path.with_suffix(".bin").read_bytes():
+            failed.append(path.stem)
+    assert failed

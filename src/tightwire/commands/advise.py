@@ -26,17 +26,28 @@ DEVICES = ("h200", "cpu")
 #: What --codec knows.
 CODECS = ("zipccl", "huffman", "delta")
 #: GB/s of encode and of decode by huffman on one thread of a CPU, N(0, 0.02):
-#: benchmarks/results/lossless.md. None are recorded on a GPU.
+#: benchmarks/results/lossless.md.
 HUFFMAN_CPU = {
     "bfloat16": (2.09, 3.02),
     "float16": (1.87, 1.94),
     "float32": (1.77, 4.12),
     "float8_e4m3fn": (1.05, 0.93),
 }
+#: The same of 256 MiB on one H200, and microseconds of 2 MiB of bfloat16, both without checksums:
+#: benchmarks/results/entropy_gpu.md.
+HUFFMAN_H200 = {
+    "bfloat16": (360, 531),
+    "float16": (270, 420),
+    "float32": (355, 635),
+    "float8_e4m3fn": (202, 371),
+    "float8_e5m2": (231, 391),
+}
+HUFFMAN_H200_US = (48.3, 129.4)
 #: What the speeds of a codec on --device were recorded on.
 _RECORDED = {
     ("zipccl", "h200"): "one NVIDIA H200",
     ("zipccl", "cpu"): "one thread of an AMD EPYC CPU",
+    ("huffman", "h200"): "one NVIDIA H200",
     ("huffman", "cpu"): "one thread of a CPU",
 }
 
@@ -90,7 +101,7 @@ def _quantity(
 @click.option(
     "--device",
     type=click.Choice(DEVICES),
-    help="Where the codec's speed was recorded; h200 if not given. huffman's is known on cpu.",
+    help="Where the codec's speed was recorded; h200 if not given.",
 )
 @click.option(
     "--codec",
@@ -259,22 +270,27 @@ def advise(
 
 def _recorded_lines(codec_name: str, device: Device, dtype: str) -> tuple[Line, Line]:
     """Times of encoding and decoding one tensor."""
-    from ..adapters.collectives.cost import Line, codec_lines
+    from ..adapters.collectives.cost import Line, codec_lines, fit
 
     if codec_name == "zipccl":
         return codec_lines(device, dtype)
     if (codec_name, device) not in _RECORDED:
-        here = "--device cpu, or " if codec_name == "huffman" else ""
         raise click.BadParameter(
-            f"no speed of {codec_name} on {device} is recorded. Needed: {here}--encode and --decode"
+            f"no speed of {codec_name} on {device} is recorded. Needed: --encode and --decode"
         )
-    if dtype not in HUFFMAN_CPU:
+    on_gpu = device == "h200"
+    recorded = HUFFMAN_H200 if on_gpu else HUFFMAN_CPU
+    if dtype not in recorded:
         raise click.BadParameter(
-            f"no speed of huffman for {dtype} is recorded; there are {', '.join(HUFFMAN_CPU)}. "
+            f"no speed of huffman for {dtype} is recorded; there are {', '.join(recorded)}. "
             "Needed: --encode and --decode"
         )
-    encode, decode = HUFFMAN_CPU[dtype]
-    return Line(0.0, 1e-9 / encode), Line(0.0, 1e-9 / decode)
+    encode, decode = (1e-9 / gbps for gbps in recorded[dtype])
+    if not on_gpu:
+        return Line(0.0, encode), Line(0.0, decode)
+    small, large = 2 << 20, 256 << 20
+    starts = [(small, 1e-6 * us) for us in HUFFMAN_H200_US]
+    return fit([starts[0], (large, large * encode)]), fit([starts[1], (large, large * decode)])
 
 
 def _ratio(codec_name: str, dtype: str) -> float:

@@ -64,7 +64,9 @@ def failure_of(error: Exception, path: object = None, needed: str = "") -> Failu
         return error
     if isinstance(error, FormatError):
         advice = f" ({needed})" if needed else ""
-        message = f"{error.reason}: {prefix}{error.detail}{advice}"
+        # The detail may name the file, as the one that deltas are against.
+        named = "" if error.detail.startswith(prefix) else prefix
+        message = f"{error.reason}: {named}{error.detail}{advice}"
         return Failure(BAD_BYTES, error.reason, message)
     if isinstance(error, ModuleNotFoundError):
         name = (error.name or str(error)).partition(".")[0]

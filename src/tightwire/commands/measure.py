@@ -45,10 +45,10 @@ from .targets import check_plot
 @click.option(
     "--codec",
     "codec_names",
-    type=click.Choice([name for name in CODEC_IDS if name != "delta"]),
+    type=click.Choice(tuple(CODEC_IDS)),
     metavar="NAME",
     multiple=True,
-    help="A codec to measure, repeatable.",
+    help="A codec to measure, repeatable; delta needs --delta-from.",
 )
 @cast_option
 @click.option("--repeat", type=click.IntRange(min=1), default=3, help="Passes; the fastest counts.")
@@ -81,6 +81,10 @@ def bench(
     """
     from .. import bench as benchmark
 
+    if "delta" in codec_names and delta_from is None:
+        raise misuse("--codec delta is measured against another file. Needed: --delta-from")
+    # It is measured with --delta-from whatever the names are.
+    codec_names = [name for name in codec_names if name != "delta"]
     if plot is not None:
         check_plot(path, plot)
     with about(path, PLAIN):

@@ -15,7 +15,7 @@ from ..arguments import base_of_buffer
 from ..codecs.common.threads import cpu_count
 from ..contents import Contents, read_header
 from ..decoding import decode
-from ..formats.container import VERSION_KEY, Directory, users_metadata
+from ..formats.container import VERSION_KEY, BaseNote, Directory, base_note, users_metadata
 from ..formats.header import MAGIC
 from ..inspection import Part
 from ..planning import backend_for_once
@@ -90,17 +90,18 @@ def _verify(path: Path, base: Path | None) -> tuple[int, bool]:
     source = path_or_bytes(path)
     data = _buffer_bytes(source)
     if data is not None:
-        return 1, _verify_buffer(engine.parse(data), base)
+        return 1, _verify_buffer(path, engine.parse(data), base)
     with progress_bar("verify", path) as progress:
         return convert.verify_file(source, progress=progress, base=base), True
 
 
-def _verify_buffer(parsed: engine.Parsed, base: Path | None) -> bool:
+def _verify_buffer(path: Path, parsed: engine.Parsed, base: Path | None) -> bool:
     """Check a bare buffer; False if it is a delta, and checked by its checksum alone."""
     plan = parsed.plan
     against = None
     if base is not None:
-        if not plan.needs_base:
+        # Deltas of small tensors are stored by raw.
+        if not plan.needs_base and plan.codec.name != "raw":
             raise ValueError("is not a delta. Allowed: no --base")
         with about(base):
             data = _buffer_bytes(base)
@@ -108,7 +109,8 @@ def _verify_buffer(parsed: engine.Parsed, base: Path | None) -> bool:
                 raise misuse(f"{base}: is not a bare buffer, and FILE is one")
             against = base_of_buffer(plan, decode(data))
     elif plan.needs_base and not plan.checksum:
-        raise misuse("is a delta without a checksum: it is checked by decoding. Needed: --base")
+        detail = "is a delta without a checksum: it is checked by decoding. Needed: --base"
+        raise misuse(f"{path}: {detail}")
     engine.verify_chunks(parsed, cpu_count(), backend_for_once([plan]), base=against)
     return against is not None or not plan.needs_base
 
@@ -195,9 +197,11 @@ def _compressed_done(contents: Contents, infos: Mapping[str, AnyInfo]) -> Done:
     exact = contents.source is not None
     nbytes = contents.reader.nbytes
     parts = inspection.file_parts(nbytes, contents.directory.data_at, infos.values())
+    base = base_note(contents.directory)
     document = {
         "compressed": True,
         "restores_source_file": exact,
+        "base": base and base._asdict(),
         "metadata": users_metadata(contents.directory.metadata),
         **_sizes(nbytes, infos, parts),
     }
@@ -209,10 +213,20 @@ def _compressed_done(contents: Contents, infos: Mapping[str, AnyInfo]) -> Done:
         print_table(_COLUMNS, [*rows, total], last=1)
         say("")
         print_parts(parts)
-        restores = "gives its source back byte for byte" if exact else "keeps no source header"
-        say("", f"{count_text(len(infos))} in {size_text(nbytes)}; the file {restores}")
+        say("", f"{count_text(len(infos))} in {size_text(nbytes)}; {_restores(exact, base)}")
 
     return document, show
+
+
+def _restores(exact: bool, base: BaseNote | None) -> str:
+    """What a compressed file gives back, and what that takes."""
+    found = "the file gives its source back byte for byte"
+    if not exact:
+        found = "the file keeps no source header"
+    if base is None:
+        return found
+    row = "" if base.deltas == 1 else f", {base.deltas} files of deltas in a row"
+    return f"{found}, given {base.file}, which it holds deltas against{row}"
 
 
 _PLAIN_COLUMNS = ("<tensor", "<dtype", "shape", "bytes", "share")
