@@ -296,7 +296,7 @@ def test_speeds_of_huffman_are_those_of_the_record() -> None:
 
 
 def test_speeds_of_huffman_on_a_gpu_are_those_of_the_record() -> None:
-    record = Path(__file__).parents[2] / "benchmarks/results/entropy_gpu.json"
+    record = Path(__file__).parents[2] / "benchmarks/results/entropy_gpu_h200.json"
     data = json.loads(record.read_text())
     assert "H200" in data["machine"]["gpu"]
     found = {}
