@@ -8,6 +8,7 @@ wrong base whatever changed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import io
@@ -47,7 +48,7 @@ from .state_tensors import (
     opened_state,
     opened_target,
 )
-from .storage import PathLike, Reader, atomic_file, reading, sync_folder
+from .storage import PathLike, Reader, atomic_file, is_temporary, reading, sync_folder
 
 ENCODINGS = ("xor", "overwrite")
 COMPRESSIONS = ("zstd", "tightwire")
@@ -117,6 +118,7 @@ def save(
         stack.enter_context(writing_to(folder))
         if target.exists():
             raise FileExistsError(errno.EEXIST, "exists: a version is written once", str(target))
+        _remove_leftovers(folder)
         state = stack.enter_context(opened_state(new, "new", DEFAULT_MAX_NBYTES))
         old = stack.enter_context(opened_state(base, "base", DEFAULT_MAX_NBYTES))
         _check_same(state, old)
@@ -332,6 +334,15 @@ def _compressed(data: Bytes, compression: str, itemsize: int) -> Bytes:
     words = data.view(f"u{itemsize}")
     packed = make_codec("delta").encode(words, base=np.zeros_like(words))
     return np.frombuffer(bytes(packed), np.uint8)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left: while this one may write, nobody else does."""
+    for path in list(folder.iterdir()):
+        if is_temporary(path.name) and _FOLDER.match(path.name, 1) and path.is_dir():
+            # Those of other users stay.
+            with contextlib.suppress(PermissionError):
+                shutil.rmtree(path)
 
 
 def _write_folder(
