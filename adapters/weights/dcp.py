@@ -52,7 +52,7 @@ from ... import arrays
 from ...arguments import thread_count
 from ...codec import Codec, as_lossless
 from ...codec import codec as make_codec
-from ...contents import Contents, naming
+from ...contents import Contents, advising, naming
 from ...delta_directory import CHAIN_LIMIT
 from ...engine import DEFAULT_MAX_NBYTES, Head
 from ...file_tensors import check_chain_limit
@@ -78,6 +78,9 @@ from .dcp_pieces import (
     is_ours,
     set_base,
 )
+
+#: What to do about a damaged checkpoint.
+_NEEDED = "Needed: a copy of the checkpoint, or another one, loaded into all of the state"
 
 
 class Writer(FileSystemWriter):  # type: ignore[misc]
@@ -198,7 +201,8 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
             if self._base is None:
                 save_file(tensors, path, self._codec, threads=self._threads)
             else:
-                with self._base:
+                advice = "Needed: another base, or base=None, which stores all whole"
+                with advising(advice), self._base:
                     self._write_against(EarlierTensors(self._base), tensors, path)
             with reading(path) as reader:
                 contents = Contents(reader)
@@ -350,12 +354,15 @@ class Reader(FileSystemReader):  # type: ignore[misc]
         """
         try:
             return super().read_metadata(*args, **kwargs)
+        except FileNotFoundError as error:
+            detail = f"{error.strerror}: the save did not end, or it is another directory"
+            raise FileNotFoundError(error.errno, detail, str(error.filename)) from error
         except OSError:
             raise
         except Exception as error:
             # A damaged pickle may raise anything.
             detail = f"{self.path}: .metadata is damaged: {type(error).__name__}: {error}"
-            raise FormatError("bad_container", detail) from error
+            raise FormatError("bad_container", f"{detail}. {_NEEDED}") from error
 
     def checkpoint(self) -> Checkpoint:
         """The compressed files of the checkpoint, not open.
@@ -400,8 +407,8 @@ class Reader(FileSystemReader):  # type: ignore[misc]
 
         Raises:
             FormatError: If a file is damaged, has another tensor than ``.metadata`` says, or was
-                coded against another checkpoint than the base. The tensors of the state are then
-                undefined.
+                coded against another checkpoint than the base. It says whether tensors of the
+                state may have been written: some may then have new values and others old ones.
             OSError: If a file cannot be read.
         """
         files: dict[str, list[ReadItem]] = {}
@@ -412,11 +419,14 @@ class Reader(FileSystemReader):  # type: ignore[misc]
                 files.setdefault(info.relative_path, []).append(item)
             else:
                 others.append(item)
-        if others:
-            super().read_data(LoadPlan(others, plan.storage_data, plan.planner_data), planner)
         with self._checkpoint, torch.no_grad():
-            for name, items in files.items():
-                self._read_file(name, items, planner)
+            with advising(f"This rank has written nothing. {_NEEDED}"):
+                self._checkpoint.open_files(item.storage_index for item in plan.items)
+            if others:
+                super().read_data(LoadPlan(others, plan.storage_data, plan.planner_data), planner)
+            with advising(f"Tensors of this rank may have been written. {_NEEDED}"):
+                for name, items in files.items():
+                    self._read_file(name, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -28,7 +28,7 @@ from .arguments import thread_count
 from .buffer import parsed_source
 from .codec import codec as make_codec
 from .codecs.common.base import Bytes
-from .contents import naming
+from .contents import advising, naming, naming_call
 from .decoding import decode
 from .delta_apply import Change, Update
 from .delta_files import check_version, folder_of, writing_to
@@ -54,6 +54,8 @@ ENCODINGS = ("xor", "overwrite")
 COMPRESSIONS = ("zstd", "tightwire")
 CHECKSUMS = ("adler32", "xxh3-128", "blake3")
 INDEX = "model.safetensors.index.json"
+#: What to do about a damaged file.
+_ADVICE = "Needed: a copy of the version's folder, or a later version that is whole"
 _FOLDER = re.compile(r"weight_v(\d{6,18})", re.ASCII)
 #: Positions of the encoding overwrite are uint32, in bytes.
 _MAX_OVERWRITE = 1 << 32
@@ -485,11 +487,13 @@ def _opened_step(
 ) -> _Step | _Whole:
     """A version's folder, its headers checked against the tensors. Raises FormatError."""
     root = folder / f"weight_v{version:06}"
-    index = read_index(root / INDEX) if (root / INDEX).exists() else None
+    with advising(_ADVICE):
+        index = read_index(root / INDEX) if (root / INDEX).exists() else None
     metadata = {} if index is None else json.loads(index.text).get("metadata")
     if index is None or not isinstance(metadata, dict) or "delta_encoding" not in metadata:
         found = stack.enter_context(opened_state(root, "version", max_nbytes))
-        _check_same(found, state)
+        with naming_call(str(root) if index is not None else f"{root}, without {INDEX},"):
+            _check_same(found, state)
         return _Whole(found)
     with naming(str(root)):
         _check_metadata(metadata, version)
@@ -498,7 +502,8 @@ def _opened_step(
         for name, file in index.weight_map.items():
             if file not in directories:
                 reader = stack.enter_context(reading(root / file))
-                directory = directory_of(reader.read, reader.nbytes)
+                with advising(_ADVICE), naming(file):
+                    directory = directory_of(reader.read, reader.nbytes)
                 directories[file] = reader, directory, {e.name: e for e in directory.entries}
             reader, directory, entries = directories[file]
             entry, text = entries.get(name), directory.metadata.get(name)
