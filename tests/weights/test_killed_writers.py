@@ -113,6 +113,9 @@ def test_killed_at_any_step(tmp_path: Path) -> None:
     for work, (names, _) in steps.items():
         wanted = {"unlink"} if work == "prune" else {"open", "write", "fsync", "replace"}
         assert wanted | ({"rename"} if work == "folders" else set()) <= set(names), (work, names)
+        # What is renamed is on the disk before.
+        renames = [i for i, name in enumerate(names) if name in ("replace", "rename")]
+        assert all(names[i - 1] == "fsync" for i in renames), (work, names)
     cases = [[work, "step", i] for work, (names, _) in steps.items() for i in range(len(names))]
     results = launch(__file__, "task", cases, 1, tmp_path / "kill", 400)
     for number, case in enumerate(cases):
