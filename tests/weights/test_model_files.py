@@ -147,3 +147,17 @@ def test_a_plain_file_that_is_replaced_meanwhile(tmp_path: Path) -> None:
     tw.save_file(state(), path)
     with pytest.raises(tw.FormatError, match="changed while it was read"):
         reader.read_data(plan, planner)
+
+
+def test_pairs_of_4_bit_floats_in_plain_files(tmp_path: Path) -> None:
+    kind = getattr(torch, "float4_e2m1fn_x2", None)
+    if kind is None:
+        pytest.skip("this PyTorch has no 4-bit floats")
+    data = torch.arange(10 * 8, dtype=torch.uint8).reshape(10, 8)
+    header = b'{"x":{"dtype":"F4","shape":[10,16],"data_offsets":[0,80]}}'
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data.numpy().tobytes())
+    found = load({"x": torch.zeros_like(data).view(kind)}, path)
+    assert torch.equal(found["x"].view(torch.uint8), data)
+    part = load({"x": torch.zeros_like(data).view(kind)}, path, planner=Rows())
+    assert torch.equal(part["x"].view(torch.uint8)[:4, :5], data[3:7, 2:7])
