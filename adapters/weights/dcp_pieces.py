@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path, PurePath
 from types import TracebackType
@@ -192,6 +192,19 @@ class Checkpoint:
                 break
             found.append(last.path.resolve())
         return found
+
+    def open_files(self, indices: Iterable[MetadataIndex]) -> None:
+        """Open the files that pieces are in, and those of the bases that they need.
+
+        Raises FormatError or OSError.
+        """
+        stored = self.metadata.storage_data
+        of_pieces = {index: stored[index] for index in indices if index in stored}
+        for info in filter(is_ours, of_pieces.values()):
+            self.contents(info.relative_path)
+        deltas = [i for i, info in of_pieces.items() if DELTA in (info.transform_descriptors or ())]
+        if deltas:
+            self.base.open_files(deltas)
 
     def fill(self, index: MetadataIndex, out: torch.Tensor) -> None:
         """Put a piece into `out`, which has its shape and dtype and is contiguous.

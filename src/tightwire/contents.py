@@ -59,6 +59,15 @@ def naming(what: str) -> Iterator[None]:
 
 
 @contextmanager
+def advising(advice: str) -> Iterator[None]:
+    """Say in a FormatError what helps."""
+    try:
+        yield
+    except FormatError as error:
+        raise FormatError(error.reason, f"{error.detail}. {advice}") from None
+
+
+@contextmanager
 def naming_call(what: str) -> Iterator[None]:
     """Say in the error of a bad call what it is about; FormatError stays as it is."""
     try:

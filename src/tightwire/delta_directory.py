@@ -61,8 +61,9 @@ def save_delta(
     the version is also stored whole, in a second file.
 
     A save that is repeated with the same tensors changes nothing, whatever ``base`` is of those
-    below; where the newest version is these tensors and is only there as a delta, ``base=None``
-    stores it whole as well. One process at a time may write to a directory.
+    below, or writes the second file if that is still missing. Where the newest version is these
+    tensors and is only there as a delta, ``base=None`` stores it whole as well. One process at a
+    time may write to a directory.
 
     Args:
         new: Names to arrays, a ``torch.nn.Module``, or the path of a safetensors file or of a
@@ -131,6 +132,10 @@ def save_delta(
         if newest is not None:
             note = newest.note()
             if may_repeat and _repeated(files, digests, old_digests):
+                # A save that was killed may have left the second file to be written.
+                if _base_note(files, newest.version).deltas > chain_limit:
+                    whole = DeltaFile(folder, newest.version, None, 0)
+                    _write_version(folder, whole, state, digests, chosen, threads=count)
                 return newest.version
             if note.digests != old_digests:
                 raise ValueError(_not_newest(folder, newest, note, old_digests))

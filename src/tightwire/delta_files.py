@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from .contents import Contents, naming, read_header
+from .contents import Contents, advising, naming, read_header
 from .file_tensors import FileTensors, Tensors
 from .formats.container import MAX_VERSION, BaseNote, StateNote, base_note, state_note
 from .formats.errors import FormatError, integer
@@ -22,6 +22,8 @@ from .storage import PathLike, is_path, reading
 _NAME = re.compile(rf"weight_v(\d{{6,18}})(?:\.from_v(\d{{6,18}}))?{re.escape(SUFFIX)}", re.ASCII)
 #: What a process that writes to the directory has locked.
 _LOCK = ".tightwire.lock"
+#: What to do about a damaged file.
+_ADVICE = "Needed: a copy of the file, or a version stored whole: save_delta(new, None, directory)"
 
 
 class DeltaFile(NamedTuple):
@@ -34,7 +36,7 @@ class DeltaFile(NamedTuple):
 
     def note(self) -> StateNote:
         """What it says of itself. Raises FormatError, also if its name says something else."""
-        with naming(str(self.path)):
+        with advising(_ADVICE), naming(str(self.path)):
             directory = read_header(self.path)
             return self.check(state_note(directory))
 
@@ -152,7 +154,7 @@ def open_route(
     found: list[VersionTensors] = []
     for file in files:
         reader = stack.enter_context(reading(file.path))
-        with naming(reader.name):
+        with advising(_ADVICE), naming(reader.name):
             contents = Contents(reader)
             note = file.check(state_note(contents.directory))
             if note.digests.keys() != set(contents.names()):

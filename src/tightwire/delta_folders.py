@@ -8,6 +8,7 @@ wrong base whatever changed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import io
@@ -27,7 +28,7 @@ from .arguments import thread_count
 from .buffer import parsed_source
 from .codec import codec as make_codec
 from .codecs.common.base import Bytes
-from .contents import naming
+from .contents import advising, naming, naming_call
 from .decoding import decode
 from .delta_apply import Change, Update
 from .delta_files import check_version, folder_of, writing_to
@@ -47,12 +48,14 @@ from .state_tensors import (
     opened_state,
     opened_target,
 )
-from .storage import PathLike, Reader, atomic_file, reading, sync_folder
+from .storage import PathLike, Reader, atomic_file, is_temporary, reading, sync_folder
 
 ENCODINGS = ("xor", "overwrite")
 COMPRESSIONS = ("zstd", "tightwire")
 CHECKSUMS = ("adler32", "xxh3-128", "blake3")
 INDEX = "model.safetensors.index.json"
+#: What to do about a damaged file.
+_ADVICE = "Needed: a copy of the version's folder, or a later version that is whole"
 _FOLDER = re.compile(r"weight_v(\d{6,18})", re.ASCII)
 #: Positions of the encoding overwrite are uint32, in bytes.
 _MAX_OVERWRITE = 1 << 32
@@ -117,6 +120,7 @@ def save(
         stack.enter_context(writing_to(folder))
         if target.exists():
             raise FileExistsError(errno.EEXIST, "exists: a version is written once", str(target))
+        _remove_leftovers(folder)
         state = stack.enter_context(opened_state(new, "new", DEFAULT_MAX_NBYTES))
         old = stack.enter_context(opened_state(base, "base", DEFAULT_MAX_NBYTES))
         _check_same(state, old)
@@ -334,6 +338,15 @@ def _compressed(data: Bytes, compression: str, itemsize: int) -> Bytes:
     return np.frombuffer(bytes(packed), np.uint8)
 
 
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left: while this one may write, nobody else does."""
+    for path in list(folder.iterdir()):
+        if is_temporary(path.name) and _FOLDER.match(path.name, 1) and path.is_dir():
+            # Those of other users stay.
+            with contextlib.suppress(PermissionError):
+                shutil.rmtree(path)
+
+
 def _write_folder(
     folder: Path,
     target: Path,
@@ -474,11 +487,13 @@ def _opened_step(
 ) -> _Step | _Whole:
     """A version's folder, its headers checked against the tensors. Raises FormatError."""
     root = folder / f"weight_v{version:06}"
-    index = read_index(root / INDEX) if (root / INDEX).exists() else None
+    with advising(_ADVICE):
+        index = read_index(root / INDEX) if (root / INDEX).exists() else None
     metadata = {} if index is None else json.loads(index.text).get("metadata")
     if index is None or not isinstance(metadata, dict) or "delta_encoding" not in metadata:
         found = stack.enter_context(opened_state(root, "version", max_nbytes))
-        _check_same(found, state)
+        with naming_call(str(root) if index is not None else f"{root}, without {INDEX},"):
+            _check_same(found, state)
         return _Whole(found)
     with naming(str(root)):
         _check_metadata(metadata, version)
@@ -487,7 +502,8 @@ def _opened_step(
         for name, file in index.weight_map.items():
             if file not in directories:
                 reader = stack.enter_context(reading(root / file))
-                directory = directory_of(reader.read, reader.nbytes)
+                with advising(_ADVICE), naming(file):
+                    directory = directory_of(reader.read, reader.nbytes)
                 directories[file] = reader, directory, {e.name: e for e in directory.entries}
             reader, directory, entries = directories[file]
             entry, text = entries.get(name), directory.metadata.get(name)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from .codecs.common.base import Bytes
 from .contents import Contents, naming
-from .formats.container import LIST_KEY, TREE_KEY, VERSION_KEY, directory_of
+from .formats.container import LIST_KEY, TREE_KEY, VERSION_KEY, Entry, directory_of
 from .formats.errors import FormatError
 from .model_index import PLAIN_SUFFIX, SUFFIX, Index, is_index, read_index, restored_name
-from .storage import Reader, is_path, reading
+from .storage import PathLike, Reader, is_path, reading
 
 #: Files of models that need no index, without suffix; where there are several, the first counts.
 STEMS = ("model", "diffusion_pytorch_model")
@@ -87,6 +88,42 @@ def check_holds(index: Index, names: Mapping[Path, Iterable[str]]) -> None:
             raise FormatError("bad_container", f"{index.path}: {tensor!r} is not in {name}")
 
 
+class PlainFile:
+    """A safetensors file that is not compressed, its header checked, as `Contents` is one that is.
+
+    Raises FormatError and OSError.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self._directory = directory_of(reader.read, reader.nbytes)
+        self._entries = {e.name: e for e in self._directory.entries}
+
+    def names(self) -> list[str]:
+        """Names of the tensors, as their writer ordered them."""
+        return list(self._directory.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def entry(self, name: str) -> Entry:
+        """The entry of a tensor. KeyError for another name."""
+        return self._entries[name]
+
+    def head(self, name: str, max_nbytes: int) -> None:
+        """None, as of plain tensors of `Contents`; refuses one that is too large."""
+        if (nbytes := self._entries[name].nbytes) > max_nbytes:
+            detail = f"tensor {name!r}: {nbytes} bytes, max_nbytes is {max_nbytes}"
+            raise FormatError("limit_exceeded", detail)
+
+    def read(self, name: str, start: int, nbytes: int) -> Bytes:
+        """A range of the bytes of a tensor."""
+        return self.reader.read(self._directory.data_at + self._entries[name].begin + start, nbytes)
+
+
+_File = TypeVar("_File", Contents, Contents | PlainFile)
+
+
 @contextmanager
 def opened(path: Any) -> Iterator[list[Contents]]:
     """The compressed files of a model, which together hold each name once, headers checked.
@@ -100,13 +137,30 @@ def opened(path: Any) -> Iterator[list[Contents]]:
                 contents = Contents(reader)
             yield [contents]
         return
-    path = Path(path)
-    index = _model_index(path)
-    shards = index.shards if index is not None else _unindexed_shards(path)
+    with _opened(Path(path), _shard) as files:
+        yield files
+
+
+@contextmanager
+def opened_any(path: PathLike) -> Iterator[list[Contents | PlainFile]]:
+    """As `opened`, of a path; files that are not compressed as well."""
+    if os.path.isdir(path):
+        with _opened(Path(path), shard_of_any) as files:
+            yield files
+        return
+    with reading(path) as reader:
+        yield [shard_of_any(reader)]
+
+
+@contextmanager
+def _opened(folder: Path, shard_of: Callable[[Reader], _File]) -> Iterator[list[_File]]:
+    """What `shard_of` makes of each file of a model in a directory."""
+    index = _model_index(folder)
+    shards = index.shards if index is not None else _unindexed_shards(folder)
     if index is None:
         _check_complete(shards)
     with ExitStack() as stack:
-        files = {shard: _shard(stack.enter_context(reading(shard))) for shard in shards}
+        files = {shard: shard_of(stack.enter_context(reading(shard))) for shard in shards}
         holders: dict[str, Path] = {}
         for shard, contents in files.items():
             for name in contents.names():
@@ -120,11 +174,19 @@ def opened(path: Any) -> Iterator[list[Contents]]:
 
 
 def _shard(reader: Reader) -> Contents:
+    found = shard_of_any(reader)
+    if isinstance(found, PlainFile):
+        detail = "not compressed: run 'tightwire compress' on the directory first"
+        raise FormatError("bad_container", f"{reader.name}: {detail}, or load it with safetensors")
+    return found
+
+
+def shard_of_any(reader: Reader) -> Contents | PlainFile:
+    """A file of names to tensors, compressed or not. Raises FormatError or OSError."""
     with naming(reader.name):
         metadata = directory_of(reader.read, reader.nbytes).metadata
         if VERSION_KEY not in metadata:
-            detail = "not compressed: run 'tightwire compress' on the directory first"
-            raise FormatError("bad_container", f"{detail}, or load it with safetensors")
+            return PlainFile(reader)
         if TREE_KEY in metadata or LIST_KEY in metadata:
             raise FormatError("bad_container", "not names to tensors: load it with load_file")
         return Contents(reader)

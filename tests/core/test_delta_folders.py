@@ -134,6 +134,7 @@ def test_receivers_read_them(tmp_path: Path, encoding: str, compression: str) ->
         assert same(tensors, made[i])
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("compression", ["tightwire", "zstd"])
 def test_the_receiver_of_modelexpress(tmp_path: Path, compression: str) -> None:
     receiver = pytest.importorskip("modelexpress_rl.inference.receiver", exc_type=ImportError)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import faults
 import readers
 import tightwire as tw
 from tightwire import convert
@@ -434,10 +435,11 @@ def test_full_streams(plain: Path, packed: Path) -> None:
 
 
 FAULTS = r"""
-import json, os, resource, signal, sys, threading
+import json, os, signal, sys, threading
 from pathlib import Path
 import numpy as np
 import tightwire as tw
+from faults import at_call, limited
 from tightwire import convert
 
 folder, plain, packed = map(Path, sys.argv[1:])
@@ -447,22 +449,6 @@ works = {
     "compress": lambda: convert.compress_file(plain, target, threads=1),
     "decompress": lambda: convert.decompress_file(packed, target, threads=1),
 }
-
-def at_call(name, after):
-    # This process is killed before or after a call of the system.
-    call = getattr(os, name)
-    def killed(*args, **options):
-        if not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        call(*args, **options)
-        os.kill(os.getpid(), signal.SIGKILL)
-    setattr(os, name, killed)
-
-def limited(nbytes, action):
-    # At `nbytes` of a file the system ends this process, or says that the file is too large.
-    signal.signal(signal.SIGXFSZ, action)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
 
 def moments(size):
     yield "fchmod", lambda: at_call("fchmod", False)
@@ -517,7 +503,9 @@ def test_kills_and_full_disks(plain: Path, packed: Path, tmp_path: Path) -> None
     folder = tmp_path / "folder"
     folder.mkdir()
     command = [sys.executable, "-W", "ignore", "-c", FAULTS, str(folder), str(plain), str(packed)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    path = os.pathsep.join([str(Path(faults.__file__).parent), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": path}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert len(found) == 3 * 2 * 14
