@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import NO_NAMES, one_thread
+import warm
 
 #: What ranks of a case run: the case, the rank, a file for a store, and what writes its result.
 Task = Callable[[Any, int, str, Callable[[Any], None]], None]
@@ -31,13 +30,8 @@ def launch(
     """
     words = [task, json.dumps(list(cases)), str(world_size), str(folder), str(seconds)]
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script, *words],
-        env=os.environ | NO_NAMES | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=2 * seconds,
-    )
+    env = {"PYTHONPATH": path}
+    done = warm.run(script, words, env=env, action="error", seconds=2 * seconds)
     assert done.returncode == 0, done.stderr
     found: dict[str, list[Any]] = json.loads(done.stdout)
     return found
@@ -48,7 +42,7 @@ def main(tasks: dict[str, Any], warm_up: Callable[[], None], at_a_time: int = 8)
     name, text, ranks, place, seconds = sys.argv[1:]
     task, cases, world_size, folder = tasks[name], json.loads(text), int(ranks), Path(place)
     warm_up()
-    one_thread()
+    warm.one_thread()
     deadline = time.monotonic() + float(seconds)
     waiting = list(range(len(cases)))
     running: dict[int, dict[int, int]] = {}

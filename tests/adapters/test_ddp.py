@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tightwire as tw
 from capacities import PATTERNS, Scheduled, schedule
 from lossy import Residuals
-from processes import WRAPPERS, join, launch, torchrun
+from processes import join, launch, run_example
 from support import examples
 
 torch = pytest.importorskip("torch")
@@ -349,7 +349,7 @@ def test_prepared_calls_train_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_example(tmp_path: Path) -> None:
-    found = torchrun(ddp, 2, tmp_path)
+    found = run_example(ddp, 2, tmp_path)
     assert len(found) == 2
     for raw, wire in found:
         # Three steps; half of the gradients goes out, and half of the means.
@@ -432,4 +432,4 @@ def test_calls_of_a_channel_from_many_threads_take_turns() -> None:
 
 
 if __name__ == "__main__":
-    join(globals(), sys.argv[1:], imports=WRAPPERS)
+    join(globals(), sys.argv[1:])

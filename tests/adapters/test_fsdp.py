@@ -14,7 +14,7 @@ import pytest
 import tightwire as tw
 from capacities import PATTERNS, Scheduled, schedule
 from lossy import Residuals, check_over_time
-from processes import WRAPPERS, join, launch, torchrun
+from processes import join, launch, run_example
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -539,7 +539,7 @@ def test_prepared_calls_train_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_example(tmp_path: Path) -> None:
-    found = torchrun(fsdp, 2, tmp_path)
+    found = run_example(fsdp, 2, tmp_path)
     assert len(found) == 4
     for raw, wire in found:
         assert raw > 3 * 1000 * 1000
@@ -559,4 +559,4 @@ def test_training_on_gpus(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    join(globals(), sys.argv[1:], imports=WRAPPERS)
+    join(globals(), sys.argv[1:])

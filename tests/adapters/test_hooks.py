@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import tightwire as tw
-from processes import WRAPPERS, join, launch
+from processes import join, launch
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -391,4 +391,4 @@ def test_hooks(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    join(globals(), sys.argv[1:], imports=WRAPPERS)
+    join(globals(), sys.argv[1:])

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from capacities import Scheduled, schedule
-from processes import WRAPPERS, join, launch
+from processes import join, launch
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -253,4 +253,4 @@ def test_how_often_a_shard_is_encoded(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    join(globals(), sys.argv[1:], imports=WRAPPERS)
+    join(globals(), sys.argv[1:])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
-from processes import join, launch, torchrun
+from processes import join, launch, run_example
 from ranks import Alone
 from support import examples
 
@@ -575,7 +575,7 @@ def test_processes(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_example(tmp_path: Path) -> None:
-    pairs = torchrun(moe, 2, tmp_path)
+    pairs = run_example(moe, 2, tmp_path)
     assert len(pairs) == 2
     assert all(0 < wire < raw for raw, wire in pairs)
 

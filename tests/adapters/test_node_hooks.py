@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tightwire as tw
-from processes import WRAPPERS, join, launch
+from processes import join, launch
 
 NODES, SIZE = 2, 2
 RANKS = NODES * SIZE
@@ -306,4 +306,4 @@ def check_tensor_parallel(found: list[Any]) -> None:
 
 
 if __name__ == "__main__":
-    join(TASKS, sys.argv[1:], imports=WRAPPERS)
+    join(TASKS, sys.argv[1:])

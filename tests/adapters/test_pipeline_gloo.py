@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tightwire as tw
-from processes import WRAPPERS, join, launch
+from processes import join, launch
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -289,8 +289,4 @@ def test_a_stage_that_differs_or_is_gone_is_named(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     given = (three_dimensions, schedules, nodes, faults)
-    join(
-        {task.__name__: task for task in given},
-        sys.argv[1:],
-        imports=(*WRAPPERS, "torch.distributed.pipelining"),
-    )
+    join({task.__name__: task for task in given}, sys.argv[1:])

@@ -17,7 +17,7 @@ import pytest
 import tightwire as tw
 from capacities import Scheduled, schedule
 from prepared_ranks import damage
-from processes import WRAPPERS, join, launch
+from processes import join, launch
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -347,4 +347,4 @@ def test_every_way_to_train(task: str, tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    join(globals(), sys.argv[1:], imports=WRAPPERS)
+    join(globals(), sys.argv[1:])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import tightwire as tw
-from processes import WRAPPERS, join, launch
+from processes import join, launch
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -375,4 +375,4 @@ def test_a_rank_that_is_gone_is_told_of(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     tasks = {"calls": calls, "training": training, "gone": gone}
-    join(tasks, sys.argv[1:], backend="tightwire", imports=WRAPPERS)
+    join(tasks, sys.argv[1:], backend="tightwire")

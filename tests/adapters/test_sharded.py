@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 
 import tightwire as tw
-from processes import WRAPPERS, join, launch
+from processes import join, launch
 from tightwire.adapters.collectives.calls import rounding_key
 from tightwire.adapters.errors import CollectiveError
 from tightwire.adapters.training import sharded
@@ -533,4 +533,4 @@ def check_training(found: list[Any]) -> None:
 
 
 if __name__ == "__main__":
-    join(TASKS, sys.argv[1:], imports=WRAPPERS)
+    join(TASKS, sys.argv[1:])

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 import tightwire as tw
-from processes import NO_NAMES
+from warm import NO_NAMES
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")

@@ -12,7 +12,7 @@ import pytest
 
 from capacities import Scheduled, schedule
 from prepared_ranks import damage
-from processes import WRAPPERS, join, launch, torchrun
+from processes import join, launch, run_example
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -591,7 +591,7 @@ def test_parameters_by_prepared_calls(task: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_example_in_the_docstring(tmp_path: Path) -> None:
-    found = torchrun(tagc, 2, tmp_path)
+    found = run_example(tagc, 2, tmp_path)
     assert len(found) == 2
     for loss, ratio in found:
         # Of eight classes, it begins at log(8), 2.1.
@@ -600,4 +600,4 @@ def test_the_example_in_the_docstring(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    join(globals(), sys.argv[1:], imports=WRAPPERS)
+    join(globals(), sys.argv[1:])

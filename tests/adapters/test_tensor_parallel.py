@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tightwire as tw
 from lossy import check_over_time
-from processes import join, launch, torchrun
+from processes import join, launch, run_example
 from support import examples
 
 torch = pytest.importorskip("torch")
@@ -288,7 +288,7 @@ def test_layers_are_those_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_example(tmp_path: Path) -> None:
-    found = torchrun(tp, 2, tmp_path)
+    found = run_example(tp, 2, tmp_path)
     assert len(found) == 2
     for raw, wire in found:
         # An all-reduce of 64 x 256 bfloat16 forward, and one backward.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from processes import NO_NAMES
+from warm import NO_NAMES
 
 pytest.importorskip("torch")
 pytest.importorskip("numba")

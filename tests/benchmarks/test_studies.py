@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from processes import NO_NAMES
+from warm import NO_NAMES
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")

@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 
+import warm
 from doc_pages import PAGES, name_of
 from tightwire.formats.codec_ids import CODEC_IDS, NAMES_BY_ID
 
@@ -47,6 +48,8 @@ MODULES |= {name: name for name in ("zarr", "numcodecs")}
 _NEEDS = re.compile(r"# needs (?P<what>.+)")
 _LAUNCH = re.compile(r"# (?P<command>(?:torchrun|mpiexec|python) .*?\b(?P<name>\w+\.py)\b.*)")
 _SAVED = re.compile(r"# (?P<name>\w+\.py)\n")
+#: What needs nothing of torchrun but ranks.
+_RANKS = re.compile(r"torchrun --nproc-per-node (?P<ranks>\d+) (?P<name>\w+\.py)")
 _EXIT = re.compile(r"#.*\bexit code (\d+)")
 _FENCES = RawFencedCodeBlockLexer(re.compile(r"(?P<language>[^\n]*)\n"))
 _HIDDEN = DirectiveInHTMLCommentLexer("invisible-code-block", "python")
@@ -259,7 +262,12 @@ def test_program_runs(page: Path, line: int, needs: Needs, tmp_path: Path) -> No
     assert needs.command
     source = next(e.parsed for e in _parse(page) if e.line == line)
     (tmp_path / needs.name).write_text(source)
-    _launch(needs.command, tmp_path)
+    if ranks := _RANKS.fullmatch(needs.command):
+        env = _environment(tmp_path)
+        done = warm.run(tmp_path / needs.name, ranks=int(ranks["ranks"]), env=env, folder=tmp_path)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    else:
+        _launch(needs.command, tmp_path)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import NO_NAMES
+import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 #: What the last line of each says; the numbers are checked by the programs themselves.
@@ -80,11 +80,19 @@ def test_a_program_with_a_package_runs(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TORCHRUN)
-def test_a_program_runs_under_torchrun(name: str) -> None:
+def test_a_program_runs_on_ranks(name: str) -> None:
+    """In processes that torchrun would have started; test_torchrun starts one of them so."""
     pytest.importorskip("torch")
-    words = ["-m", "torch.distributed.run", "--standalone"]
-    words += ["--nproc-per-node", str(RANKS.get(name, 2))]
-    check_output(run([*words, str(EXAMPLES / f"{name}.py")]), TORCHRUN[name])
+    done = warm.run(EXAMPLES / f"{name}.py", ranks=RANKS.get(name, 2))
+    assert done.returncode == 0, done.stderr
+    check_output(done.stdout, TORCHRUN[name])
+
+
+@pytest.mark.slow
+def test_torchrun() -> None:
+    pytest.importorskip("torch")
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    check_output(run([*words, str(EXAMPLES / "ddp.py")]), TORCHRUN["ddp"])
 
 
 @pytest.mark.plugins
@@ -114,7 +122,7 @@ def run(words: list[str]) -> str:
     """What Python prints, run with these words; the test fails with what it says if it fails."""
     done = subprocess.run(
         [sys.executable, *words],
-        env=os.environ | NO_NAMES | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=os.environ | warm.NO_NAMES | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         timeout=240,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import tightwire as tw
-from processes import WRAPPERS, join, launch
+from processes import join, launch
 from tightwire.convert import compress_file
 
 torch = pytest.importorskip("torch")
@@ -789,4 +789,4 @@ def test_states_of_training(tmp_path: Path, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    join(TASKS, sys.argv[1:], imports=WRAPPERS)
+    join(TASKS, sys.argv[1:])
