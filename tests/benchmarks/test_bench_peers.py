@@ -23,7 +23,9 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("bench_peers")
+    bench = importlib.import_module("bench_peers")
+    monkeypatch.setattr(bench, "SECONDS", 0.02)
+    return bench
 
 
 def rows(path: Path) -> dict[str, dict[str, Any]]:
