@@ -70,6 +70,41 @@ def test_zarr_has_bfloat16() -> None:
     assert np.isnan(found[2])
 
 
+def test_zarr_stores_an_array_without_dimensions() -> None:
+    zarr = pytest.importorskip("zarr")
+    from tightwire.adapters.weights.plugins.zarr import TightwireCodec
+
+    store = zarr.storage.MemoryStore()
+    made = zarr.create_array(
+        store, data=np.array(4.5, "f4"), serializer=TightwireCodec(), compressors=()
+    )
+    assert made[()] == 4.5
+    assert made[...] == 4.5
+    made[()] = -2
+    assert zarr.open_array(store)[()] == -2
+
+
+@pytest.mark.parametrize("selection", [np.s_[:], np.s_[2:4], np.s_[3], np.s_[::2]])
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [(np.ones((100, 10), "f4"), "of shape"), (np.ones((10, 100), "i4"), "of int32")],
+)
+def test_zarr_refuses_another_chunk(other: Any, message: str, selection: Any) -> None:
+    zarr = pytest.importorskip("zarr")
+    from tightwire.adapters.weights.plugins.zarr import TightwireCodec
+
+    def stored(x: Any) -> tuple[dict[str, Any], Any]:
+        store: dict[str, Any] = {}
+        memory = zarr.storage.MemoryStore(store)
+        options = {"serializer": TightwireCodec(), "compressors": (), "fill_value": -1}
+        return store, zarr.create_array(memory, data=x, chunks=x.shape, **options)
+
+    store, found = stored(np.zeros((10, 100), "f4"))
+    store["c/0/0"] = stored(other)[0]["c/0/0"]
+    with pytest.raises(tw.FormatError, match=message):
+        found[selection]
+
+
 def test_zarr_raises_for_damage_and_for_lossy_codecs() -> None:
     zarr = pytest.importorskip("zarr")
     from tightwire.adapters.weights.plugins.zarr import TightwireCodec
