@@ -118,7 +118,7 @@ def save(
     target = folder / f"weight_v{number:06}"
     with ExitStack() as stack:
         stack.enter_context(writing_to(folder))
-        if target.exists():
+        if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, "exists: a version is written once", str(target))
         _remove_leftovers(folder)
         state = stack.enter_context(opened_state(new, "new", DEFAULT_MAX_NBYTES))
@@ -338,7 +338,8 @@ def _compressed(data: Bytes, compression: str, itemsize: int) -> Bytes:
 def _remove_leftovers(folder: Path) -> None:
     """Remove what killed processes left: while this one may write, nobody else does."""
     for path in list(folder.iterdir()):
-        if is_temporary(path.name) and _FOLDER.match(path.name, 1) and path.is_dir():
+        named = is_temporary(path.name) and _FOLDER.match(path.name, 1)
+        if named and path.is_dir() and not path.is_symlink():
             # Those of other users stay.
             with contextlib.suppress(PermissionError):
                 shutil.rmtree(path)
