@@ -373,10 +373,7 @@ class DirectoryPublisher:
         base: Any = self._base
         newest = newest_version(self._directory)
         if self.version is not None and newest != self.version:
-            raise ValueError(
-                f"this publisher sent version {self.version}, and {self._directory} has {newest}: "
-                "another one writes there. Only one may; a new one goes on from the newest version"
-            )
+            raise ValueError(_not_its_own(self._directory, self.version, newest))
         if base is None and newest is not None:
             base = self._directory
         if version is None and newest is not None:
@@ -415,6 +412,17 @@ class DirectoryPublisher:
             with opened_state(self._source, "source", 0) as state:
                 assert isinstance(state, ArrayState)
                 self._base = _copies(state)
+
+
+def _not_its_own(directory: PathLike, sent: int, newest: int | None) -> str:
+    """Why a publisher does not go on, whose version is not the newest of the directory."""
+    known = "no version" if newest is None else newest
+    what = f"this publisher sent version {sent}, and {directory} has {known}: "
+    if newest is not None and newest > sent:
+        return what + (
+            "another one writes there. Only one may; a new one goes on from the newest version"
+        )
+    return f"{what}it was begun anew. Make a new publisher, which goes on from what is there"
 
 
 def _first_of(messages: Iterator[Message]) -> Callable[[], list[Message]]:

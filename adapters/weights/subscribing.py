@@ -447,12 +447,17 @@ class DirectorySubscriber:
                     self._updates.replace(update)
                     return update
             if time.monotonic() > until:
-                what = "no version" if newest is None else f"no version after {known}"
-                detail = (
-                    f"{what} in {self._directory} for {self._timeout:g} s: is the publisher there?"
-                )
-                raise TimeoutError(detail)
+                raise TimeoutError(self._nothing_newer(known, newest))
             time.sleep(_LOOK)
+
+    def _nothing_newer(self, known: int | None, newest: int | None) -> str:
+        """Why there was nothing to receive."""
+        after = "" if known is None else f" after {known}"
+        what = f"no version{after} in {self._directory} for {self._timeout:g} s: "
+        if known is None or newest == known:
+            return f"{what}is the publisher there?"
+        there = "none" if newest is None else f"version {newest}"
+        return f"{what}it has {there}, so it was begun anew. Make a new subscriber"
 
     def update(self) -> int:
         """See `transfer.Subscriber`."""

@@ -174,7 +174,11 @@ def writing_to(folder: PathLike) -> Iterator[None]:
 
     Raises BlockingIOError if another one has it, and OSError.
     """
-    descriptor = os.open(Path(folder) / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    lock = Path(folder) / _LOCK
+    if lock.is_symlink():
+        raise FileExistsError(errno.EEXIST, "is a link, and not written through", str(lock))
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(lock, flags, 0o666)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

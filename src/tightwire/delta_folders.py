@@ -118,7 +118,7 @@ def save(
     target = folder / f"weight_v{number:06}"
     with ExitStack() as stack:
         stack.enter_context(writing_to(folder))
-        if target.exists():
+        if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, "exists: a version is written once", str(target))
         _remove_leftovers(folder)
         state = stack.enter_context(opened_state(new, "new", DEFAULT_MAX_NBYTES))
@@ -170,6 +170,9 @@ def apply(
 ) -> int:
     """Bring tensors in memory from one version to a later one with the folders of a directory.
 
+    Folders are read back from the later version: each one's base, until that is ``since``. A whole
+    model needs none.
+
     Everything is read and checked before the first element is written, so that an error changes
     nothing. The layout has checksums of the tensors that changed, and of no others: a wrong base is
     known by these alone.
@@ -186,30 +189,24 @@ def apply(
         The version that the tensors have now.
 
     Raises:
-        FormatError: If a file is damaged, or made against another version; with the reason
-            ``"base_mismatch"`` if the result has another checksum.
+        FormatError: If a file is damaged; with the reason ``"base_mismatch"`` if the result has
+            another checksum, or a folder's numbers do not go with its name.
         ModuleNotFoundError: If a package is missing.
         OSError: If a file cannot be read.
         TypeError: If ``target`` is none of these, or cannot be written to.
-        ValueError: If a version is missing, or names do not match.
+        ValueError: If a version is missing, no folders lead from ``since`` to the later one, or
+            names do not match.
     """
     max_nbytes, since = integer("max_nbytes", max_nbytes, least=0), check_version(since)
     count, folder = thread_count(threads), folder_of(directory)
     with ExitStack() as stack:
         state = stack.enter_context(opened_target(target, max_nbytes))
-        known = sorted(int(m[1]) for m in map(_FOLDER.fullmatch, os.listdir(folder)) if m)
-        goal = (known[-1] if known else since) if version is None else check_version(version)
+        goal = _newest(folder, since) if version is None else check_version(version)
         if since > goal:
             raise ValueError(
                 f"since is {since}, after version {goal}: deltas lead to later versions"
             )
-        if missing := [v for v in range(since + 1, goal + 1) if v not in known]:
-            raise ValueError(
-                f"{folder} has no version {missing[0]}: publish it whole, or load a later"
-            )
-        steps = [
-            _opened_step(stack, folder, v, state, max_nbytes) for v in range(since + 1, goal + 1)
-        ]
+        steps = _opened_steps(stack, folder, since, goal, state, max_nbytes)
         change = Change({}, {}, [])
         groups: dict[Any, list[str]] = {}
         for name in state.names:
@@ -341,7 +338,8 @@ def _compressed(data: Bytes, compression: str, itemsize: int) -> Bytes:
 def _remove_leftovers(folder: Path) -> None:
     """Remove what killed processes left: while this one may write, nobody else does."""
     for path in list(folder.iterdir()):
-        if is_temporary(path.name) and _FOLDER.match(path.name, 1) and path.is_dir():
+        named = is_temporary(path.name) and _FOLDER.match(path.name, 1)
+        if named and path.is_dir() and not path.is_symlink():
             # Those of other users stay.
             with contextlib.suppress(PermissionError):
                 shutil.rmtree(path)
@@ -391,6 +389,7 @@ class _Step:
 
     def __init__(self, label: str, metadata: Mapping[str, Any]) -> None:
         self.label = label
+        self.base_version = int(metadata["base_version"])
         self.encoding = metadata["delta_encoding"]
         self.compression = metadata["compression_format"]
         self.checksum = metadata["checksum_format"]
@@ -482,11 +481,45 @@ def _after(state: ArrayState, steps: Sequence[_Step | _Whole], names: list[str])
     return data if changed else None
 
 
+def _newest(folder: Path, least: int) -> int:
+    """The newest version of a directory; `least` if there is none."""
+    matches = map(_FOLDER.fullmatch, os.listdir(folder))
+    return max((int(match[1]) for match in matches if match), default=least)
+
+
+def _opened_steps(
+    stack: ExitStack, folder: Path, since: int, goal: int, state: ArrayState, max_nbytes: int
+) -> list[_Step | _Whole]:
+    """What leads from one version to another, first things first. Raises FormatError, ValueError.
+
+    These are the folder of the goal, that of its base, and so on.
+    """
+    steps: list[_Step | _Whole] = []
+    version = goal
+    while version > since:
+        step = _opened_step(stack, folder, version, state, max_nbytes)
+        steps.append(step)
+        if isinstance(step, _Whole):
+            return steps[::-1]
+        version = step.base_version
+    if version < since:
+        raise ValueError(
+            f"no deltas lead from version {since} to {goal} in {folder}: {steps[-1].label} is "
+            f"against {version}"
+        )
+    return steps[::-1]
+
+
 def _opened_step(
     stack: ExitStack, folder: Path, version: int, state: ArrayState, max_nbytes: int
 ) -> _Step | _Whole:
-    """A version's folder, its headers checked against the tensors. Raises FormatError."""
+    """A version's folder, its headers checked against the tensors. Raises FormatError, ValueError.
+
+    The first is for damage, the other for a version that is missing.
+    """
     root = folder / f"weight_v{version:06}"
+    if not root.exists():
+        raise ValueError(f"{folder} has no version {version}: publish it whole, or load a later")
     with advising(_ADVICE):
         index = read_index(root / INDEX) if (root / INDEX).exists() else None
     metadata = {} if index is None else json.loads(index.text).get("metadata")
@@ -516,16 +549,20 @@ def _opened_step(
 
 
 def _check_metadata(metadata: Mapping[str, Any], version: int) -> None:
-    """Refuse deltas of another version than the folder's, or against another than the one before.
+    """Refuse deltas of another version than the folder's, or against no earlier one.
 
     Raises FormatError.
     """
-    for key, wanted in (("version", version), ("base_version", version - 1)):
+    numbers = []
+    for key in ("version", "base_version"):
         value = metadata.get(key)
         if not isinstance(value, str) or not re.fullmatch("[0-9]{1,18}", value):
             raise FormatError("bad_container", f"{key} is {value!r:.40}, not a number as text")
-        if int(value) != wanted:
-            raise FormatError("base_mismatch", f"{key} is {value}; needed here: {wanted:06}")
+        numbers.append(int(value))
+    if numbers[0] != version:
+        raise FormatError("base_mismatch", f"version is {numbers[0]}; needed here: {version:06}")
+    if numbers[1] >= version:
+        raise FormatError("base_mismatch", f"base_version is {numbers[1]}; needed: an earlier one")
     for key, allowed in (
         ("delta_encoding", ENCODINGS),
         ("compression_format", COMPRESSIONS),

@@ -31,7 +31,7 @@ def write_state(
     *,
     threads: int = 1,
 ) -> None:
-    """Write the file of a state; it appears atomically.
+    """Write the file of a state; it appears atomically. A link in its place is refused.
 
     With `delta` and `old` tensors that `old` has too are coded against its, where that takes fewer
     bytes, and `chain` is what the file says of its base. `metadata` is stored as it is. Raises
@@ -70,5 +70,5 @@ def write_state(
     backend = backend_for_once(draft.plans.values())
     jobs = encode_jobs(draft.plans, elements, needed, backend, bases_of(draft, old, codec))
     remove_leftovers([path], time.time_ns())
-    with atomic_file(path) as file, in_order(jobs, threads) as buffers:
+    with atomic_file(path, follow=False) as file, in_order(jobs, threads) as buffers:
         write_container(file, draft, buffers)

@@ -418,17 +418,23 @@ class _Part:
 
 @contextmanager
 def atomic_file(
-    path: PathLike, mode: int | None = None, mtime_ns: int | None = None
+    path: PathLike, mode: int | None = None, mtime_ns: int | None = None, *, follow: bool = True
 ) -> Iterator[BinaryIO]:
     """A new file that takes the name `path` when the block ends without an error.
 
     Until then it has another name in the same folder, and nobody else may read it; on an error it
     is removed. Data and folder are synced, so that a crash leaves the old file or the new one. A
-    link is followed, an existing file keeps its permissions, a new one gets `mode` or what the
-    umask says. `mtime_ns`, if given, becomes the time of its last change. Raises OSError, also for
-    a `path` that is there and no regular file.
+    link is followed, or refused without `follow`; links of folders before it are always followed.
+    An existing file keeps its permissions, a new one gets `mode` or what the umask says.
+    `mtime_ns`, if given, becomes the time of its last change. Raises OSError, also for a `path`
+    that is there and no regular file.
     """
     target = Path(os.path.realpath(path))
+    if not follow:
+        if os.path.islink(path):
+            raise FileExistsError(errno.EEXIST, "is a link, and not written through", str(path))
+        # Also of a link that appears later: it is replaced.
+        target = Path(os.path.realpath(Path(path).parent), Path(path).name)
     if target.exists():
         status = target.stat()
         if not stat.S_ISREG(status.st_mode):

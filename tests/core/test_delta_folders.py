@@ -205,6 +205,24 @@ def test_a_whole_version_between(tmp_path: Path) -> None:
     assert same(tensors, made[3])
 
 
+def test_versions_against_one_that_is_not_the_one_before(tmp_path: Path) -> None:
+    made = states()
+    for version, base, new in [(2, 0, 1), (5, 2, 2), (7, 0, 3)]:
+        old = made[{0: 0, 2: 1}[base]]
+        options: Any = {"version": version, "base_version": base, "compression": "tightwire"}
+        folders.save(made[new], old, tmp_path, **options)
+    for since, goal, known, wanted in [(0, 5, 0, 2), (2, 5, 1, 2), (0, None, 0, 3)]:
+        tensors = copied(made[known])
+        assert folders.apply(tensors, tmp_path, since=since, version=goal) == (goal or 7)
+        assert same(tensors, made[wanted])
+    tensors = copied(made[1])
+    with pytest.raises(ValueError, match=r"from version 2 to 7 .*weight_v000007 is against 0"):
+        folders.apply(tensors, tmp_path, since=2)
+    with pytest.raises(ValueError, match="has no version 6"):
+        folders.apply(tensors, tmp_path, since=2, version=6)
+    assert same(tensors, made[1])
+
+
 def test_tied_names(tmp_path: Path) -> None:
     old = np.zeros(3000, np.float32)
     new = old.copy()
@@ -359,5 +377,5 @@ def test_states_that_do_not_go_together(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="is new, gone or of another"):
             folders.save(made[1] | change, made[0], tmp_path, version=1, compression="tightwire")
     publish(tmp_path, "xor", "tightwire")
-    with pytest.raises(ValueError, match="has no version 4"):
+    with pytest.raises(ValueError, match="has no version 5"):
         folders.apply(made[0], tmp_path, since=0, version=5)

@@ -5,13 +5,15 @@ numcodecs finds it by its entry point where tightwire is installed::
     codec = numcodecs.get_codec({"id": "tightwire"})
     x = codec.decode(codec.encode(x))
 
-The interface is that of numcodecs 0.16.
+Bytes come back as they lay. Buffers have elements in the processor's byte order alone, so arrays in
+the other one are stored as unsigned integers. The interface is that of numcodecs 0.16.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 from numcodecs.abc import Codec as Base
 from numcodecs.compat import ensure_contiguous_ndarray_like, ndarray_copy
 from numcodecs.registry import register_codec
@@ -57,6 +59,8 @@ class Tightwire(Base):  # type: ignore[misc]
         array = ensure_contiguous_ndarray_like(buf)
         if self._dtype is not None:
             array = array.reshape(-1).view("B").view(self._dtype.numpy)
+        elif not array.dtype.isnative:
+            array = array.view(_words(array.dtype))
         return bytes(self._codec.encode(array))
 
     def decode(self, buf: Any, out: Any = None) -> Any:
@@ -67,7 +71,8 @@ class Tightwire(Base):  # type: ignore[misc]
             out: Memory to fill, of the size of the array, or None.
 
         Returns:
-            The array, of one dimension and the dtype that was encoded; ``out`` if that is given.
+            The array's bytes, of one dimension and the dtype that was encoded, or of unsigned
+            integers if that was not in native byte order; ``out`` if that is given.
 
         Raises:
             FormatError: If the bytes are damaged.
@@ -82,6 +87,12 @@ class Tightwire(Base):  # type: ignore[misc]
             raise ValueError(f"out has {target.nbytes} bytes; needed: {found.nbytes}")
         ndarray_copy(found.view("B"), target.view("B"))
         return out
+
+
+def _words(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """What elements in the other byte order are stored as. Raises TypeError for other kinds."""
+    size = as_dtype(dtype).itemsize
+    return np.dtype(f"u{size}" if size <= 8 else "u1")
 
 
 register_codec(Tightwire)

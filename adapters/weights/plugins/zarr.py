@@ -12,6 +12,7 @@ Reading needs no import: ``zarr.open_array("w.zarr")``. The interfaces are those
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,6 +25,7 @@ from zarr.core.dtype.npy.float import BaseFloat
 from zarr.registry import register_codec
 
 from ....arrays import as_dtype
+from ....buffer import parsed_source
 from ....codec import Codec, as_lossless
 from ....decoding import decode
 from ....formats.errors import FormatError
@@ -101,7 +103,7 @@ class TightwireCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):  # typ
         raise NotImplementedError("the size of an encoded chunk depends on what is in it")
 
     async def _encode_single(self, chunk_array: Any, chunk_spec: Any) -> Any:
-        data = np.ascontiguousarray(chunk_array.as_numpy_array())
+        data = np.asarray(chunk_array.as_numpy_array(), order="C")
         packed = await asyncio.to_thread(lambda: self._lossless().encode(data).packed())
         return chunk_spec.prototype.buffer.from_array_like(np.asarray(packed).view("B"))
 
@@ -116,38 +118,39 @@ class TightwireCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):  # typ
         if chunk_bytes is None:
             return None
         where = selection if isinstance(selection, tuple) else (selection,)
-        rows, first = _rows(where, chunk_spec.shape)
+        rows = _rows(where, chunk_spec.shape)
         found = await asyncio.to_thread(_decoded, chunk_bytes, chunk_spec, rows)
-        return chunk_spec.prototype.nd_buffer.from_ndarray_like(found[(first, *where[1:])])
+        chosen = found[where if rows is None else (slice(None), *where[1:])]
+        return chunk_spec.prototype.nd_buffer.from_ndarray_like(np.asarray(chosen))
 
 
-def _rows(where: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[range | None, Any]:
-    """The rows of a chunk that a selection needs, None for all, and what it takes of them first."""
-    first = where[0] if where else slice(None)
+def _rows(where: tuple[Any, ...], shape: tuple[int, ...]) -> range | None:
+    """The rows of a chunk that a selection needs, if it starts with a slice of step 1; else None.
+
+    None stands for all.
+    """
+    first = where[0] if where else None
     if not shape or not isinstance(first, slice) or first.step not in (None, 1):
-        return None, first
+        return None
     start, stop, _ = first.indices(shape[0])
-    return range(start, max(start, stop)), slice(None)
+    return range(start, max(start, stop))
 
 
 def _decoded(chunk_bytes: Any, chunk_spec: Any, rows: range | None) -> Any:
     """The array of a chunk, or some of its rows."""
-    dtype, shape = chunk_spec.dtype.to_native_dtype(), chunk_spec.shape
+    dtype, shape = chunk_spec.dtype.to_native_dtype(), tuple(chunk_spec.shape)
     data = chunk_bytes.as_numpy_array()
-    whole = rows is None or len(rows) == shape[0]
-    limit = int(np.prod(shape)) * dtype.itemsize
-    if whole:
-        found = decode(data, max_nbytes=limit)
-        if found.shape != shape:
-            raise FormatError("bad_header", f"a chunk of shape {found.shape}; wanted: {shape}")
-    else:
-        assert rows is not None
-        width = int(np.prod(shape[1:]))
-        flat = decode(data, start=rows.start * width, stop=rows.stop * width, max_nbytes=limit)
-        found = flat.reshape(len(rows), *shape[1:])
-    if found.dtype != dtype.newbyteorder("="):
-        raise FormatError("bad_header", f"a chunk of {found.dtype}; wanted: {dtype}")
-    return found
+    limit = math.prod(shape) * dtype.itemsize
+    plan = parsed_source(data, limit).plan
+    if plan.shape != shape:
+        raise FormatError("bad_header", f"a chunk of shape {plan.shape}; wanted: {shape}")
+    if plan.dtype.numpy != dtype.newbyteorder("="):
+        raise FormatError("bad_header", f"a chunk of {plan.dtype.name}; wanted: {dtype}")
+    if rows is None or len(rows) == shape[0]:
+        return decode(data, max_nbytes=limit)
+    width = math.prod(shape[1:])
+    flat = decode(data, start=rows.start * width, stop=rows.stop * width, max_nbytes=limit)
+    return flat.reshape(len(rows), *shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
