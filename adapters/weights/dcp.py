@@ -18,12 +18,14 @@ earlier one::
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import os
 import pickle
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,14 +56,14 @@ from ...arguments import thread_count
 from ...codec import Codec, as_lossless
 from ...codec import codec as make_codec
 from ...contents import Contents, advising, naming
+from ...decoding import decode
 from ...delta_directory import CHAIN_LIMIT
-from ...engine import DEFAULT_MAX_NBYTES, Head
+from ...engine import DEFAULT_MAX_NBYTES, Head, Parsed
 from ...file_tensors import check_chain_limit
 from ...files import save_file
 from ...formats.dtypes import BY_SAFETENSORS
 from ...formats.errors import FormatError, integer
 from ...formats.header import MAX_NBYTES
-from ...lazy import File
 from ...loading import fill
 from ...model_index import SUFFIX
 from ...shards import PlainFile, opened_any, shard_of_any
@@ -78,6 +80,7 @@ from .dcp_pieces import (
     files_of,
     is_ours,
     set_base,
+    telling,
 )
 
 #: What to do about a damaged checkpoint.
@@ -410,7 +413,7 @@ class Reader(FileSystemReader):  # type: ignore[misc]
             FormatError: If a file is damaged, has another tensor than ``.metadata`` says, or was
                 coded against another checkpoint than the base. It says whether tensors of the
                 state may have been written: some may then have new values and others old ones.
-            OSError: If a file cannot be read.
+            OSError: If a file cannot be read; it says the same.
         """
         files: dict[str, list[ReadItem]] = {}
         others = []
@@ -421,9 +424,11 @@ class Reader(FileSystemReader):  # type: ignore[misc]
             else:
                 others.append(item)
         with self._checkpoint, torch.no_grad():
-            with advising(f"This rank has written nothing. {_NEEDED}"):
+            untouched = "This rank has written nothing"
+            with telling(untouched), advising(f"{untouched}. {_NEEDED}"):
                 self._checkpoint.open_files(item.storage_index for item in plan.items)
-            with advising(f"Tensors of this rank may have been written. {_NEEDED}"):
+            touched = f"Tensors of this rank may have been written. {_NEEDED}"
+            with telling(touched), advising(touched):
                 if others:
                     self._read_others(plan, others, planner)
                 for name, items in files.items():
@@ -443,7 +448,7 @@ class Reader(FileSystemReader):  # type: ignore[misc]
         """Fill the tensors that `items`, all of one file, are for."""
         path, contents = self._checkpoint.path / file, self._checkpoint.contents(file)
         whole: list[dict[str, torch.Tensor]] = []
-        rows: list[tuple[str, ReadItem, torch.Tensor]] = []
+        rows: list[_Rows] = []
         filled: list[tuple[ReadItem, torch.Tensor]] = []
         for item in items:
             name = self._entry_name(item.storage_index)
@@ -468,10 +473,11 @@ class Reader(FileSystemReader):  # type: ignore[misc]
             elif is_whole:
                 _first_without(whole, name)[name] = target
             else:
-                rows.append((name, item, target))
+                rows.append(_Rows(name, head, item, target))
         for targets in whole:
             fill([contents], targets, "state", self._max_nbytes, self._threads)
-        self._read_rows(path, rows)
+        with naming(contents.reader.name):
+            self._read_rows(contents, rows)
         for item, target in filled:
             planner.commit_tensor(item, target)
 
@@ -491,24 +497,49 @@ class Reader(FileSystemReader):  # type: ignore[misc]
         self._checkpoint.fill(item.storage_index, piece)
         target.copy_(piece[_slices(item)])
 
-    def _read_rows(self, path: Path, rows: list[tuple[str, ReadItem, torch.Tensor]]) -> None:
-        """Copy parts of stored tensors, of which the rows that are needed are decoded."""
-        by_device: dict[torch.device, list[tuple[str, ReadItem, torch.Tensor]]] = {}
-        for row in rows:
-            by_device.setdefault(row[2].device, []).append(row)
-        for device, group in by_device.items():
-            like = "torch" if device.type == "cpu" else group[0][2]
-            with (
-                File(path, like=like, max_nbytes=self._max_nbytes, verify=self._verify) as file,
-                naming(str(path)),
-            ):
-                for name, item, target in group:
+    def _read_rows(self, contents: Contents, rows: list[_Rows]) -> None:
+        """Copy parts of stored tensors, of which the rows that are needed are decoded.
+
+        Raises FormatError or OSError.
+        """
+        for name, of_tensor in itertools.groupby(rows, lambda row: row.name):
+            parsed: Parsed | None = None
+            for _, head, item, target in of_tensor:
+                like = "torch" if target.device.type == "cpu" else target
+                if head is None or not head.plan.shape:
+                    piece = contents.tensor(name, head, like, thread_count(self._threads))
                     if arrays.is_float4(target):
-                        # PyTorch copies bytes of them alone.
-                        piece = file[name].load().view(torch.uint8)[_slices(item)]
-                        target.view(torch.uint8).copy_(piece)
-                        continue
-                    target.copy_(file[name][_slices(item)])
+                        # PyTorch takes parts of their bytes alone.
+                        piece = piece.view(torch.uint8)
+                    _copy(piece[_slices(item)], target)
+                    continue
+                parsed = parsed or contents.parsed(name, head)
+                with naming(f"tensor {name!r}"):
+                    _copy(self._decoded(parsed, item, like), target)
+
+    def _decoded(self, parsed: Parsed, item: ReadItem, like: Any) -> torch.Tensor:
+        """A part of a stored tensor. Raises FormatError."""
+        first, count = item.storage_offsets[0], item.lengths[0]
+        others = parsed.plan.shape[1:]
+        flat = decode(
+            parsed,
+            like=like,
+            start=first * math.prod(others),
+            stop=(first + count) * math.prod(others),
+            verify=self._verify or None,
+            threads=self._threads,
+        )
+        found: torch.Tensor = flat.reshape(count, *others)[(slice(None), *_slices(item)[1:])]
+        return found
+
+
+class _Rows(NamedTuple):
+    """A part of a stored tensor, and where it goes. `head` is that of the whole tensor."""
+
+    name: str
+    head: Head | None
+    item: ReadItem
+    target: torch.Tensor
 
 
 def _check_local(what: str, path: Any) -> None:

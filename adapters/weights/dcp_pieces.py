@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -108,6 +108,18 @@ def shapes_of(metadata: Metadata) -> dict[MetadataIndex, tuple[int, ...]]:
         if isinstance(tensor, TensorStorageMetadata)
         for piece in tensor.chunks
     }
+
+
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Say in an error of the system what happened besides."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise OSError(f"{error}. {what}") from error
+        detail = f"{error.strerror}. {what}"
+        raise OSError(error.errno, detail, error.filename) from error
 
 
 class Checkpoint:

@@ -234,13 +234,14 @@ def test_parts_decode_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyP
     x = tensor("bfloat16", (4096, 512))
     save({"x": x}, tmp_path)
     ranges = []
-    decode = sys.modules["tightwire.lazy"].decode
+    module = sys.modules["tightwire.adapters.weights.dcp"]
+    decode = module.decode
 
     def counting(*args: Any, **options: Any) -> Any:
         ranges.append((options["start"], options["stop"]))
         return decode(*args, **options)
 
-    monkeypatch.setattr(sys.modules["tightwire.lazy"], "decode", counting)
+    monkeypatch.setattr(module, "decode", counting)
     found = {"x": torch.zeros_like(x)}
     planner = Pieces((1000, 5), (10, 7))
     dcp.load(found, storage_reader=Reader(tmp_path), planner=planner, no_dist=True)

@@ -1,0 +1,113 @@
+"""Checkpoints that are replaced, or cut short, while a rank loads rows of them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tightwire as tw
+
+torch = pytest.importorskip("torch")
+if not pytest.importorskip("torch.distributed").is_available():
+    pytest.skip("PyTorch was built without torch.distributed", allow_module_level=True)
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: E402
+from torch.distributed.checkpoint.planner import LoadPlan  # noqa: E402
+
+SHAPE, HALF = (3000, 64), 1500
+READERS = {"dcp": tw.dcp.Reader, "model": tw.dcp.HuggingFaceReader}
+WRITTEN = r"Tensors of this rank may have been written\. Needed: a copy"
+
+
+@pytest.fixture(autouse=True)
+def _one_process() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*assuming the intent is to")
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint")
+        yield
+
+
+class SecondHalf(DefaultLoadPlanner):  # type: ignore[misc]
+    """Asks for the second half of the rows, as one of two ranks; acts when all files are open."""
+
+    def __init__(self, act: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self._act: Callable[[], object] | None = act
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        parts = {"storage_offsets": torch.Size((HALF, 0)), "lengths": torch.Size((HALF, 64))}
+        return replace(plan, items=[replace(item, **parts) for item in plan.items])
+
+    def resolve_tensor(self, read_item: Any) -> Any:
+        if self._act is not None:
+            self._act()
+            self._act = None
+        return self.lookup_tensor(read_item.dest_index)[HALF:]
+
+
+def state(value: float) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(SHAPE, generator=generator) + value for name in "abc"}
+
+
+def save(kind: str, path: Path, value: float) -> None:
+    if kind == "model":
+        tw.save(state(value), path, overwrite=True)
+    else:
+        dcp.save(state(value), storage_writer=tw.dcp.Writer(path), no_dist=True)
+
+
+def load(kind: str, path: Path, act: Callable[[], object], **options: Any) -> dict[str, Any]:
+    found = {name: torch.zeros(SHAPE) for name in "abc"}
+    reader = READERS[kind](path, **options)
+    dcp.load(found, storage_reader=reader, planner=SecondHalf(act), no_dist=True)
+    return found
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_checkpoint_that_is_replaced_is_read_as_it_was(
+    tmp_path: Path, kind: str, verify: bool
+) -> None:
+    save(kind, tmp_path / "x", 0)
+
+    def act() -> None:
+        shutil.rmtree(tmp_path / "x")
+        save(kind, tmp_path / "x", 100)
+
+    found = load(kind, tmp_path / "x", act, verify=verify)
+    assert all(torch.equal(found[n][HALF:], x[HALF:]) for n, x in state(0).items())
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_file_that_is_cut_is_an_error(tmp_path: Path, kind: str, verify: bool) -> None:
+    save(kind, tmp_path / "x", 0)
+    [path] = (tmp_path / "x").glob("*.safetensors")
+    with pytest.raises(CheckpointException, match=rf"{path.name} became shorter.*{WRITTEN}"):
+        load(kind, tmp_path / "x", lambda: os.truncate(path, 4096), verify=verify)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_errors_of_the_system_say_what_was_written(tmp_path: Path, kind: str) -> None:
+    save(kind, tmp_path / "x", 0)
+    [path] = (tmp_path / "x").glob("*.safetensors")
+    with pytest.raises(CheckpointException, match=rf"changed while.*{WRITTEN}.*{path.name}") as e:
+        load(kind, tmp_path / "x", lambda: os.utime(path, (1, 1)))
+    [(error, _)] = e.value.failures.values()
+    assert WRITTEN[:20] in str(pickle.loads(pickle.dumps(error)))
+    path.unlink()
+    if kind == "dcp":
+        with pytest.raises(CheckpointException, match=rf"This rank has written.*{path.name}"):
+            load(kind, tmp_path / "x", lambda: None)
