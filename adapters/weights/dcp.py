@@ -271,7 +271,8 @@ class Reader(FileSystemReader):  # type: ignore[misc]
     """Reads checkpoints of ``Writer`` and of DCP's own writer, for ``dcp.load``.
 
     Stored tensors that are wanted whole are decoded straight into the tensors of the state, on
-    GPUs in one pipeline; of others the rows that are needed are decoded. Where a tensor was coded
+    GPUs in one pipeline. Of others all packed bytes are read, checked, and the rows that are needed
+    are copied. Where a tensor was coded
     against an earlier checkpoint, the earlier one is loaded first and then brought up to date: one
     tensor after the other, each with all of its rows.
 
@@ -282,8 +283,10 @@ class Reader(FileSystemReader):  # type: ignore[misc]
             one next to the later one with the name that ``Writer`` noted.
         threads: Most threads that decode on the host. None: every processor.
         max_nbytes: Most bytes that one stored tensor may have. The default is 64 GiB.
-        verify: Whether tensors of which rows are needed are checked whole, checksums included.
-            Those that are wanted whole always are.
+        verify: Whether a tensor of which rows are needed is checked, checksums included, before
+            they are taken: the chunks that hold them are then decoded whole, and all but very large
+            tensors are one chunk. False decodes these rows alone, and damage may pass. Tensors that
+            are wanted whole are always checked.
 
     Raises:
         TypeError: If an argument has a wrong type.
@@ -297,7 +300,7 @@ class Reader(FileSystemReader):  # type: ignore[misc]
         base: PathLike | Sequence[PathLike] | None = None,
         threads: int | None = None,
         max_nbytes: int = DEFAULT_MAX_NBYTES,
-        verify: bool = False,
+        verify: bool = True,
     ) -> None:
         _check_local("path", path)
         super().__init__(path)
@@ -591,8 +594,9 @@ class HuggingFaceReader(Reader):
     """Reads models with Hugging Face's names into a sharded state, for ``dcp.load``.
 
     Such a model is a directory of ``tightwire.save`` or of ``tightwire compress``, or one of plain
-    safetensors files, or of both kinds by its index. Every rank decodes the rows that it needs; of
-    plain files it reads them, without checksums.
+    safetensors files, or of both kinds by its index. Every rank reads the compressed tensors that
+    it needs rows of, as ``Reader`` does. Of plain files, which have no checksums, it reads the rows
+    alone.
 
     Args:
         path: The directory, or one safetensors file.

@@ -1,7 +1,8 @@
-"""Checkpoints that are replaced, or cut short, while a rank loads rows of them."""
+"""Rows of checkpoints that are damaged, replaced, or cut short while a rank loads them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import shutil
@@ -73,6 +74,25 @@ def load(kind: str, path: Path, act: Callable[[], object], **options: Any) -> di
     reader = READERS[kind](path, **options)
     dcp.load(found, storage_reader=reader, planner=SecondHalf(act), no_dist=True)
     return found
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_damage_is_an_error_where_rows_are_loaded(tmp_path: Path, kind: str) -> None:
+    """Wherever it is in the tensor. With verify=False it may pass."""
+    save(kind, tmp_path / "x", 0)
+    [path] = (tmp_path / "x").glob("*.safetensors")
+    data = path.read_bytes()
+    passed = 0
+    for share in (0.4, 0.5, 0.6):
+        broken = bytearray(data)
+        broken[int(len(data) * share)] ^= 1
+        path.write_bytes(broken)
+        with pytest.raises(CheckpointException, match=rf"{path.name}: tensor 'b'.*{WRITTEN}"):
+            load(kind, tmp_path / "x", lambda: None)
+        with contextlib.suppress(CheckpointException):
+            load(kind, tmp_path / "x", lambda: None, verify=False)
+            passed += 1
+    assert passed
 
 
 @pytest.mark.parametrize("kind", READERS)
