@@ -76,6 +76,7 @@ from .dcp_pieces import (
     BaseName,
     Checkpoint,
     EarlierTensors,
+    OpenFiles,
     entry_name,
     files_of,
     is_ours,
@@ -426,23 +427,44 @@ class Reader(FileSystemReader):  # type: ignore[misc]
                 files.setdefault(info.relative_path, []).append(item)
             else:
                 others.append(item)
-        with self._checkpoint, torch.no_grad():
+        with self._checkpoint, ExitStack() as stack, torch.no_grad():
             untouched = "This rank has written nothing"
             with telling(untouched), advising(f"{untouched}. {_NEEDED}"):
                 self._checkpoint.open_files(item.storage_index for item in plan.items)
+                opened = self._open_others(stack, others)
             touched = f"Tensors of this rank may have been written. {_NEEDED}"
             with telling(touched), advising(touched):
                 if others:
-                    self._read_others(plan, others, planner)
+                    self._read_others(opened, LoadPlan(others), planner)
                 for name, items in files.items():
                     self._read_file(name, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_others(self, plan: LoadPlan, items: list[ReadItem], planner: LoadPlanner) -> None:
-        """Fill the tensors that `items`, of files that are not compressed, are for."""
-        super().read_data(LoadPlan(items, plan.storage_data, plan.planner_data), planner)
+    def _open_others(self, stack: ExitStack, items: list[ReadItem]) -> dict[str, Any]:
+        """The files that `items` are in, which are not compressed, open.
+
+        Raises FormatError or OSError.
+        """
+        files: dict[str, Any] = {}
+        for item in items:
+            info = self.storage_data[item.storage_index]
+            path = str(self._folder() / info.relative_path)
+            if path not in files:
+                files[path] = stack.enter_context(self.fs.create_stream(path, "rb"))
+            if os.fstat(files[path].fileno()).st_size < info.offset + info.length:
+                raise FormatError("truncated", f"{path} is shorter than .metadata says")
+        return files
+
+    def _read_others(self, files: dict[str, Any], plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Fill the tensors that `plan` names, which are in `files`."""
+        system: Any = self.fs
+        self.fs: Any = OpenFiles(files)
+        try:
+            super().read_data(plan, planner)
+        finally:
+            self.fs = system
 
     def _entry_name(self, index: MetadataIndex) -> str:
         return entry_name(index)
@@ -655,31 +677,30 @@ class HuggingFaceReader(Reader):
     def _entry_name(self, index: MetadataIndex) -> str:
         return str(index.fqn)
 
-    def _read_others(self, plan: LoadPlan, items: list[ReadItem], planner: LoadPlanner) -> None:
-        with ExitStack() as stack:
-            files: dict[str, PlainFile] = {}
-            for item in items:
-                self._check_plain(stack, files, item)
-            for item in items:
-                target = planner.resolve_tensor(item).detach()
-                file = files[self.storage_data[item.storage_index].relative_path]
-                _copy(_plain_piece(file, item), target)
-                planner.commit_tensor(item, target)
+    def _open_others(self, stack: ExitStack, items: list[ReadItem]) -> dict[str, Any]:
+        """Open the files, and see that the tensors are still there. Raises as `read_data`."""
+        files: dict[str, PlainFile] = {}
+        for item in items:
+            relative = self.storage_data[item.storage_index].relative_path
+            path = self._folder() / relative
+            if relative not in files:
+                opened = shard_of_any(stack.enter_context(reading(path)))
+                if not isinstance(opened, PlainFile):
+                    raise FormatError("bad_container", f"{path}: changed while it was read")
+                files[relative] = opened
+            file, name = files[relative], str(item.storage_index.fqn)
+            if name not in file or (
+                _shape(file, name, None) != self._checkpoint.shapes[item.storage_index]
+            ):
+                raise FormatError("bad_container", f"{path}: {name!r} changed while it was read")
+        return files
 
-    def _check_plain(self, stack: ExitStack, files: dict[str, PlainFile], item: ReadItem) -> None:
-        """Open the file that an item is in, and see that the tensor is still there."""
-        relative = self.storage_data[item.storage_index].relative_path
-        path = self._folder() / relative
-        if relative not in files:
-            opened = shard_of_any(stack.enter_context(reading(path)))
-            if not isinstance(opened, PlainFile):
-                raise FormatError("bad_container", f"{path}: changed while it was read")
-            files[relative] = opened
-        file, name = files[relative], str(item.storage_index.fqn)
-        if name not in file or (
-            _shape(file, name, None) != self._checkpoint.shapes[item.storage_index]
-        ):
-            raise FormatError("bad_container", f"{path}: {name!r} changed while it was read")
+    def _read_others(self, files: dict[str, Any], plan: LoadPlan, planner: LoadPlanner) -> None:
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            file = files[self.storage_data[item.storage_index].relative_path]
+            _copy(_plain_piece(file, item), target)
+            planner.commit_tensor(item, target)
 
 
 def _plain_piece(file: PlainFile, item: ReadItem) -> torch.Tensor:

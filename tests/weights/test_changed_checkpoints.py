@@ -131,3 +131,25 @@ def test_errors_of_the_system_say_what_was_written(tmp_path: Path, kind: str) ->
     if kind == "dcp":
         with pytest.raises(CheckpointException, match=rf"This rank has written.*{path.name}"):
             load(kind, tmp_path / "x", lambda: None)
+
+
+@pytest.mark.parametrize("size", [None, 0, 100])
+def test_own_files_are_open_before_a_tensor_is_written(tmp_path: Path, size: int | None) -> None:
+    """Files of DCP's own writer, one of them gone or cut short; also one that goes later."""
+    writer = dcp.FileSystemWriter(tmp_path, single_file_per_rank=False)
+    dcp.save(state(0), storage_writer=writer, no_dist=True)
+    paths = sorted(tmp_path.glob("*.distcp"))
+    assert len(paths) == 3
+    data = paths[-1].read_bytes()
+    found = {name: torch.zeros(SHAPE) for name in "abc"}
+    for part in (None, SecondHalf()):
+        if size is None:
+            paths[-1].unlink()
+        else:
+            paths[-1].write_bytes(data[:size])
+        with pytest.raises(CheckpointException, match="This rank has written nothing"):
+            dcp.load(found, storage_reader=tw.dcp.Reader(tmp_path), planner=part, no_dist=True)
+        assert not any(x.any() for x in found.values())
+        paths[-1].write_bytes(data)
+    found = load("dcp", tmp_path, lambda: shutil.rmtree(tmp_path))
+    assert all(torch.equal(found[n][HALF:], x[HALF:]) for n, x in state(0).items())
