@@ -616,7 +616,8 @@ class HuggingFaceReader(Reader):
     """Reads models with Hugging Face's names into a sharded state, for ``dcp.load``.
 
     Such a model is a directory of ``tightwire.save`` or of ``tightwire compress``, or one of plain
-    safetensors files, or of both kinds by its index. Every rank reads the compressed tensors that
+    safetensors files, or of both kinds by its index; one that holds both kinds and has no index is
+    refused. Every rank reads the compressed tensors that
     it needs rows of, as ``Reader`` does. Of plain files, which have no checksums, it reads the rows
     alone.
 
@@ -642,7 +643,8 @@ class HuggingFaceReader(Reader):
             Shapes and dtypes of all tensors, and where they are.
 
         Raises:
-            FormatError: If a file is damaged.
+            FormatError: If a file is damaged, or a directory without an index holds compressed
+                files and plain ones.
             FileNotFoundError: If a file is missing.
             OSError: If a file cannot be read.
         """
