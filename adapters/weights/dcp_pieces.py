@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ... import arrays
-from ...contents import Contents, naming
+from ...contents import Contents, advising, naming
 from ...decoding import decode
 from ...file_tensors import Kind
 from ...formats.container import MAX_DELTAS
@@ -31,6 +31,8 @@ EXTENSION = "tightwire"
 DELTA = "delta"
 #: The attribute of ``.metadata`` that has a `BaseName`, as a dict.
 _BASE = "tightwire_base"
+#: What to do about one that is not valid.
+_NEEDED = "Needed: a copy of the checkpoint, or another one"
 
 
 class BaseName(NamedTuple):
@@ -57,11 +59,14 @@ def base_of(metadata: Metadata) -> BaseName | None:
     try:
         name, deltas = BaseName(**note)
     except TypeError:
-        raise FormatError("bad_container", f".metadata has the base {note!r:.64}") from None
+        detail = f"has the base {note!r:.64}. Allowed: name and deltas"
+        raise FormatError("bad_container", detail) from None
     if type(name) is not str or name in ("", ".", "..") or any(c in name for c in "/\\\0"):
-        raise FormatError("bad_container", f".metadata names the base {name!r:.64}")
+        detail = f"names the base {name!r:.64}. Allowed: the name of a directory, without folders"
+        raise FormatError("bad_container", detail)
     if type(deltas) is not int or not 1 <= deltas <= MAX_DELTAS:
-        raise FormatError("bad_container", f".metadata counts {deltas!r:.64} deltas in a row")
+        detail = f"counts {deltas!r:.64} deltas in a row. Allowed: 1 to {MAX_DELTAS}"
+        raise FormatError("bad_container", detail)
     return BaseName(name, deltas)
 
 
@@ -151,7 +156,8 @@ class Checkpoint:
     ) -> None:
         self.path = Path(path)
         self.metadata = metadata
-        self.note = base_of(metadata)
+        with advising(_NEEDED), naming(str(self.path / ".metadata")):
+            self.note = base_of(metadata)
         self.shapes = shapes_of(metadata)
         self._find_base = find_base
         self._max_nbytes = max_nbytes
