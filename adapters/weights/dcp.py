@@ -284,10 +284,9 @@ class Reader(FileSystemReader):  # type: ignore[misc]
             one next to the later one with the name that ``Writer`` noted.
         threads: Most threads that decode on the host. None: every processor.
         max_nbytes: Most bytes that one stored tensor may have. The default is 64 GiB.
-        verify: Whether a tensor of which rows are needed is checked, checksums included, before
-            they are taken: the chunks that hold them are then decoded whole, and all but very large
-            tensors are one chunk. False decodes these rows alone, and damage may pass. Tensors that
-            are wanted whole are always checked.
+        verify: Whether a stored tensor of which rows are needed is decoded and checked whole,
+            checksums included, before they are taken. False decodes these rows alone, and damage
+            may pass. Tensors that are wanted whole are always checked.
 
     Raises:
         TypeError: If an argument has a wrong type.
@@ -523,37 +522,27 @@ class Reader(FileSystemReader):  # type: ignore[misc]
         target.copy_(piece[_slices(item)])
 
     def _read_rows(self, contents: Contents, rows: list[_Rows]) -> None:
-        """Copy parts of stored tensors, of which the rows that are needed are decoded.
-
-        Raises FormatError or OSError.
-        """
-        for name, of_tensor in itertools.groupby(rows, lambda row: row.name):
-            parsed: Parsed | None = None
-            for _, head, item, target in of_tensor:
-                like = "torch" if target.device.type == "cpu" else target
-                if head is None or not head.plan.shape:
-                    piece = contents.tensor(name, head, like, thread_count(self._threads))
-                    if arrays.is_float4(target):
-                        # PyTorch takes parts of their bytes alone.
-                        piece = piece.view(torch.uint8)
-                    _copy(piece[_slices(item)], target)
-                    continue
-                parsed = parsed or contents.parsed(name, head)
-                with naming(f"tensor {name!r}"):
-                    _copy(self._decoded(parsed, item, like), target)
+        """Copy parts of stored tensors. Raises FormatError or OSError."""
+        by_tensor = itertools.groupby(rows, lambda row: (row.name, row.target.device))
+        for (name, device), (first, *others) in by_tensor:
+            head, group = first.head, (first, *others)
+            like = "torch" if device.type == "cpu" else torch.empty(0, device=device)
+            if self._verify or head is None or not head.plan.shape:
+                whole = contents.tensor(name, head, like, thread_count(self._threads))
+                for row in group:
+                    _copy_part(whole, row.item, row.target)
+                continue
+            parsed = contents.parsed(name, head)
+            with naming(f"tensor {name!r}"):
+                for row in group:
+                    _copy(self._decoded(parsed, row.item, like), row.target)
 
     def _decoded(self, parsed: Parsed, item: ReadItem, like: Any) -> torch.Tensor:
-        """A part of a stored tensor. Raises FormatError."""
+        """A part of a stored tensor, of which the rows are decoded that it is in."""
         first, count = item.storage_offsets[0], item.lengths[0]
         others = parsed.plan.shape[1:]
-        flat = decode(
-            parsed,
-            like=like,
-            start=first * math.prod(others),
-            stop=(first + count) * math.prod(others),
-            verify=self._verify or None,
-            threads=self._threads,
-        )
+        start, stop = (row * math.prod(others) for row in (first, first + count))
+        flat = decode(parsed, like=like, start=start, stop=stop, threads=self._threads)
         found: torch.Tensor = flat.reshape(count, *others)[(slice(None), *_slices(item)[1:])]
         return found
 
@@ -715,6 +704,11 @@ def _plain_piece(file: PlainFile, item: ReadItem) -> torch.Tensor:
     if not shape:
         return data.view(dtype).reshape(())
     return data.view(dtype).reshape(count, *shape[1:])[(slice(None), *_slices(item)[1:])]
+
+
+def _copy_part(whole: torch.Tensor, item: ReadItem, target: torch.Tensor) -> None:
+    """Copy a part of a tensor; PyTorch takes parts of the bytes of 4-bit floats alone."""
+    _copy((whole.view(torch.uint8) if arrays.is_float4(target) else whole)[_slices(item)], target)
 
 
 def _copy(piece: torch.Tensor, target: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import tightwire as tw
+from tightwire.contents import Contents
 
 torch = pytest.importorskip("torch")
 if not pytest.importorskip("torch.distributed").is_available():
@@ -93,6 +94,40 @@ def test_damage_is_an_error_where_rows_are_loaded(tmp_path: Path, kind: str) -> 
             load(kind, tmp_path / "x", lambda: None, verify=False)
             passed += 1
     assert passed
+
+
+class Halves(SecondHalf):
+    """Asks for both halves of the rows, one after the other."""
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        zeros = torch.Size((0, 0))
+        pairs = ((replace(i, storage_offsets=zeros, dest_offsets=zeros), i) for i in plan.items)
+        return replace(plan, items=[item for pair in pairs for item in pair])
+
+    def resolve_tensor(self, read_item: Any) -> Any:
+        at = read_item.storage_offsets[0]
+        return self.lookup_tensor(read_item.dest_index)[at : at + HALF]
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_tensor_is_read_once_for_all_its_parts(
+    tmp_path: Path, kind: str, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(kind, tmp_path / "x", 0)
+    names, read = [], Contents.buffer
+
+    def counting(self: Contents, name: str) -> Any:
+        names.append(name)
+        return read(self, name)
+
+    monkeypatch.setattr(Contents, "buffer", counting)
+    found = {name: torch.zeros(SHAPE) for name in "abc"}
+    reader = READERS[kind](tmp_path / "x", verify=verify)
+    dcp.load(found, storage_reader=reader, planner=Halves(), no_dist=True)
+    assert all(torch.equal(found[n], x) for n, x in state(0).items())
+    assert names == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("kind", READERS)
