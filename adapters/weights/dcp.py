@@ -236,7 +236,8 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
             results: What each rank wrote.
 
         Raises:
-            OSError: If a file cannot be written or removed.
+            OSError: If a file cannot be written, or an earlier one not be removed: then the new
+                checkpoint is in place.
         """
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)

@@ -188,3 +188,26 @@ def test_own_files_are_open_before_a_tensor_is_written(tmp_path: Path, size: int
         paths[-1].write_bytes(data)
     found = load("dcp", tmp_path, lambda: shutil.rmtree(tmp_path))
     assert all(torch.equal(found[n][HALF:], x[HALF:]) for n, x in state(0).items())
+
+
+def test_a_save_may_fail_when_the_new_checkpoint_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page says so, and that ``except Exception`` does not catch the error."""
+    save("dcp", tmp_path, 0)
+
+    unlink = Path.unlink
+
+    def fails(self: Path, missing_ok: bool = False) -> None:
+        if self.suffix == ".safetensors":
+            raise OSError(28, "No space left on device", str(self))
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", fails)
+    with pytest.raises(CheckpointException, match="No space left") as caught:
+        save("dcp", tmp_path, 100)
+    monkeypatch.undo()
+    assert not isinstance(caught.value, Exception)
+    found = {name: torch.zeros(SHAPE) for name in "abc"}
+    dcp.load(found, storage_reader=tw.dcp.Reader(tmp_path), no_dist=True)
+    assert all(torch.equal(found[n], x) for n, x in state(100).items())
