@@ -18,12 +18,14 @@ earlier one::
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import os
 import pickle
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,14 +56,14 @@ from ...arguments import thread_count
 from ...codec import Codec, as_lossless
 from ...codec import codec as make_codec
 from ...contents import Contents, advising, naming
+from ...decoding import decode
 from ...delta_directory import CHAIN_LIMIT
-from ...engine import DEFAULT_MAX_NBYTES, Head
+from ...engine import DEFAULT_MAX_NBYTES, Head, Parsed
 from ...file_tensors import check_chain_limit
 from ...files import save_file
 from ...formats.dtypes import BY_SAFETENSORS
 from ...formats.errors import FormatError, integer
 from ...formats.header import MAX_NBYTES
-from ...lazy import File
 from ...loading import fill
 from ...model_index import SUFFIX
 from ...shards import PlainFile, opened_any, shard_of_any
@@ -74,10 +76,12 @@ from .dcp_pieces import (
     BaseName,
     Checkpoint,
     EarlierTensors,
+    OpenFiles,
     entry_name,
     files_of,
     is_ours,
     set_base,
+    telling,
 )
 
 #: What to do about a damaged checkpoint.
@@ -232,7 +236,8 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
             results: What each rank wrote.
 
         Raises:
-            OSError: If a file cannot be written or removed.
+            OSError: If a file cannot be written, or an earlier one not be removed: then the new
+                checkpoint is in place.
         """
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
@@ -268,7 +273,8 @@ class Reader(FileSystemReader):  # type: ignore[misc]
     """Reads checkpoints of ``Writer`` and of DCP's own writer, for ``dcp.load``.
 
     Stored tensors that are wanted whole are decoded straight into the tensors of the state, on
-    GPUs in one pipeline; of others the rows that are needed are decoded. Where a tensor was coded
+    GPUs in one pipeline. Of others all packed bytes are read, checked, and the rows that are needed
+    are copied. Where a tensor was coded
     against an earlier checkpoint, the earlier one is loaded first and then brought up to date: one
     tensor after the other, each with all of its rows.
 
@@ -279,8 +285,9 @@ class Reader(FileSystemReader):  # type: ignore[misc]
             one next to the later one with the name that ``Writer`` noted.
         threads: Most threads that decode on the host. None: every processor.
         max_nbytes: Most bytes that one stored tensor may have. The default is 64 GiB.
-        verify: Whether tensors of which rows are needed are checked whole, checksums included.
-            Those that are wanted whole always are.
+        verify: Whether a stored tensor of which rows are needed is decoded and checked whole,
+            checksums included, before they are taken. False decodes these rows alone, and damage
+            may pass. Tensors that are wanted whole are always checked.
 
     Raises:
         TypeError: If an argument has a wrong type.
@@ -294,7 +301,7 @@ class Reader(FileSystemReader):  # type: ignore[misc]
         base: PathLike | Sequence[PathLike] | None = None,
         threads: int | None = None,
         max_nbytes: int = DEFAULT_MAX_NBYTES,
-        verify: bool = False,
+        verify: bool = True,
     ) -> None:
         _check_local("path", path)
         super().__init__(path)
@@ -410,7 +417,7 @@ class Reader(FileSystemReader):  # type: ignore[misc]
             FormatError: If a file is damaged, has another tensor than ``.metadata`` says, or was
                 coded against another checkpoint than the base. It says whether tensors of the
                 state may have been written: some may then have new values and others old ones.
-            OSError: If a file cannot be read.
+            OSError: If a file cannot be read; it says the same.
         """
         files: dict[str, list[ReadItem]] = {}
         others = []
@@ -420,21 +427,44 @@ class Reader(FileSystemReader):  # type: ignore[misc]
                 files.setdefault(info.relative_path, []).append(item)
             else:
                 others.append(item)
-        with self._checkpoint, torch.no_grad():
-            with advising(f"This rank has written nothing. {_NEEDED}"):
+        with self._checkpoint, ExitStack() as stack, torch.no_grad():
+            untouched = "This rank has written nothing"
+            with telling(untouched), advising(f"{untouched}. {_NEEDED}"):
                 self._checkpoint.open_files(item.storage_index for item in plan.items)
-            with advising(f"Tensors of this rank may have been written. {_NEEDED}"):
+                opened = self._open_others(stack, others)
+            touched = f"Tensors of this rank may have been written. {_NEEDED}"
+            with telling(touched), advising(touched):
                 if others:
-                    self._read_others(plan, others, planner)
+                    self._read_others(opened, LoadPlan(others), planner)
                 for name, items in files.items():
                     self._read_file(name, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_others(self, plan: LoadPlan, items: list[ReadItem], planner: LoadPlanner) -> None:
-        """Fill the tensors that `items`, of files that are not compressed, are for."""
-        super().read_data(LoadPlan(items, plan.storage_data, plan.planner_data), planner)
+    def _open_others(self, stack: ExitStack, items: list[ReadItem]) -> dict[str, Any]:
+        """The files that `items` are in, which are not compressed, open.
+
+        Raises FormatError or OSError.
+        """
+        files: dict[str, Any] = {}
+        for item in items:
+            info = self.storage_data[item.storage_index]
+            path = str(self._folder() / info.relative_path)
+            if path not in files:
+                files[path] = stack.enter_context(self.fs.create_stream(path, "rb"))
+            if os.fstat(files[path].fileno()).st_size < info.offset + info.length:
+                raise FormatError("truncated", f"{path} is shorter than .metadata says")
+        return files
+
+    def _read_others(self, files: dict[str, Any], plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Fill the tensors that `plan` names, which are in `files`."""
+        system: Any = self.fs
+        self.fs: Any = OpenFiles(files)
+        try:
+            super().read_data(plan, planner)
+        finally:
+            self.fs = system
 
     def _entry_name(self, index: MetadataIndex) -> str:
         return entry_name(index)
@@ -443,7 +473,7 @@ class Reader(FileSystemReader):  # type: ignore[misc]
         """Fill the tensors that `items`, all of one file, are for."""
         path, contents = self._checkpoint.path / file, self._checkpoint.contents(file)
         whole: list[dict[str, torch.Tensor]] = []
-        rows: list[tuple[str, ReadItem, torch.Tensor]] = []
+        rows: list[_Rows] = []
         filled: list[tuple[ReadItem, torch.Tensor]] = []
         for item in items:
             name = self._entry_name(item.storage_index)
@@ -468,10 +498,11 @@ class Reader(FileSystemReader):  # type: ignore[misc]
             elif is_whole:
                 _first_without(whole, name)[name] = target
             else:
-                rows.append((name, item, target))
+                rows.append(_Rows(name, head, item, target))
         for targets in whole:
             fill([contents], targets, "state", self._max_nbytes, self._threads)
-        self._read_rows(path, rows)
+        with naming(contents.reader.name):
+            self._read_rows(contents, rows)
         for item, target in filled:
             planner.commit_tensor(item, target)
 
@@ -491,24 +522,39 @@ class Reader(FileSystemReader):  # type: ignore[misc]
         self._checkpoint.fill(item.storage_index, piece)
         target.copy_(piece[_slices(item)])
 
-    def _read_rows(self, path: Path, rows: list[tuple[str, ReadItem, torch.Tensor]]) -> None:
-        """Copy parts of stored tensors, of which the rows that are needed are decoded."""
-        by_device: dict[torch.device, list[tuple[str, ReadItem, torch.Tensor]]] = {}
-        for row in rows:
-            by_device.setdefault(row[2].device, []).append(row)
-        for device, group in by_device.items():
-            like = "torch" if device.type == "cpu" else group[0][2]
-            with (
-                File(path, like=like, max_nbytes=self._max_nbytes, verify=self._verify) as file,
-                naming(str(path)),
-            ):
-                for name, item, target in group:
-                    if arrays.is_float4(target):
-                        # PyTorch copies bytes of them alone.
-                        piece = file[name].load().view(torch.uint8)[_slices(item)]
-                        target.view(torch.uint8).copy_(piece)
-                        continue
-                    target.copy_(file[name][_slices(item)])
+    def _read_rows(self, contents: Contents, rows: list[_Rows]) -> None:
+        """Copy parts of stored tensors. Raises FormatError or OSError."""
+        by_tensor = itertools.groupby(rows, lambda row: (row.name, row.target.device))
+        for (name, device), (first, *others) in by_tensor:
+            head, group = first.head, (first, *others)
+            like = "torch" if device.type == "cpu" else torch.empty(0, device=device)
+            if self._verify or head is None or not head.plan.shape:
+                whole = contents.tensor(name, head, like, thread_count(self._threads))
+                for row in group:
+                    _copy_part(whole, row.item, row.target)
+                continue
+            parsed = contents.parsed(name, head)
+            with naming(f"tensor {name!r}"):
+                for row in group:
+                    _copy(self._decoded(parsed, row.item, like), row.target)
+
+    def _decoded(self, parsed: Parsed, item: ReadItem, like: Any) -> torch.Tensor:
+        """A part of a stored tensor, of which the rows are decoded that it is in."""
+        first, count = item.storage_offsets[0], item.lengths[0]
+        others = parsed.plan.shape[1:]
+        start, stop = (row * math.prod(others) for row in (first, first + count))
+        flat = decode(parsed, like=like, start=start, stop=stop, threads=self._threads)
+        found: torch.Tensor = flat.reshape(count, *others)[(slice(None), *_slices(item)[1:])]
+        return found
+
+
+class _Rows(NamedTuple):
+    """A part of a stored tensor, and where it goes. `head` is that of the whole tensor."""
+
+    name: str
+    head: Head | None
+    item: ReadItem
+    target: torch.Tensor
 
 
 def _check_local(what: str, path: Any) -> None:
@@ -560,8 +606,10 @@ class HuggingFaceReader(Reader):
     """Reads models with Hugging Face's names into a sharded state, for ``dcp.load``.
 
     Such a model is a directory of ``tightwire.save`` or of ``tightwire compress``, or one of plain
-    safetensors files, or of both kinds by its index. Every rank decodes the rows that it needs; of
-    plain files it reads them, without checksums.
+    safetensors files, or of both kinds by its index; one that holds both kinds and has no index is
+    refused. Every rank reads the compressed tensors that
+    it needs rows of, as ``Reader`` does. Of plain files, which have no checksums, it reads the rows
+    alone.
 
     Args:
         path: The directory, or one safetensors file.
@@ -585,7 +633,8 @@ class HuggingFaceReader(Reader):
             Shapes and dtypes of all tensors, and where they are.
 
         Raises:
-            FormatError: If a file is damaged.
+            FormatError: If a file is damaged, or a directory without an index holds compressed
+                files and plain ones.
             FileNotFoundError: If a file is missing.
             OSError: If a file cannot be read.
         """
@@ -620,31 +669,30 @@ class HuggingFaceReader(Reader):
     def _entry_name(self, index: MetadataIndex) -> str:
         return str(index.fqn)
 
-    def _read_others(self, plan: LoadPlan, items: list[ReadItem], planner: LoadPlanner) -> None:
-        with ExitStack() as stack:
-            files: dict[str, PlainFile] = {}
-            for item in items:
-                self._check_plain(stack, files, item)
-            for item in items:
-                target = planner.resolve_tensor(item).detach()
-                file = files[self.storage_data[item.storage_index].relative_path]
-                _copy(_plain_piece(file, item), target)
-                planner.commit_tensor(item, target)
+    def _open_others(self, stack: ExitStack, items: list[ReadItem]) -> dict[str, Any]:
+        """Open the files, and see that the tensors are still there. Raises as `read_data`."""
+        files: dict[str, PlainFile] = {}
+        for item in items:
+            relative = self.storage_data[item.storage_index].relative_path
+            path = self._folder() / relative
+            if relative not in files:
+                opened = shard_of_any(stack.enter_context(reading(path)))
+                if not isinstance(opened, PlainFile):
+                    raise FormatError("bad_container", f"{path}: changed while it was read")
+                files[relative] = opened
+            file, name = files[relative], str(item.storage_index.fqn)
+            if name not in file or (
+                _shape(file, name, None) != self._checkpoint.shapes[item.storage_index]
+            ):
+                raise FormatError("bad_container", f"{path}: {name!r} changed while it was read")
+        return files
 
-    def _check_plain(self, stack: ExitStack, files: dict[str, PlainFile], item: ReadItem) -> None:
-        """Open the file that an item is in, and see that the tensor is still there."""
-        relative = self.storage_data[item.storage_index].relative_path
-        path = self._folder() / relative
-        if relative not in files:
-            opened = shard_of_any(stack.enter_context(reading(path)))
-            if not isinstance(opened, PlainFile):
-                raise FormatError("bad_container", f"{path}: changed while it was read")
-            files[relative] = opened
-        file, name = files[relative], str(item.storage_index.fqn)
-        if name not in file or (
-            _shape(file, name, None) != self._checkpoint.shapes[item.storage_index]
-        ):
-            raise FormatError("bad_container", f"{path}: {name!r} changed while it was read")
+    def _read_others(self, files: dict[str, Any], plan: LoadPlan, planner: LoadPlanner) -> None:
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            file = files[self.storage_data[item.storage_index].relative_path]
+            _copy(_plain_piece(file, item), target)
+            planner.commit_tensor(item, target)
 
 
 def _plain_piece(file: PlainFile, item: ReadItem) -> torch.Tensor:
@@ -657,6 +705,11 @@ def _plain_piece(file: PlainFile, item: ReadItem) -> torch.Tensor:
     if not shape:
         return data.view(dtype).reshape(())
     return data.view(dtype).reshape(count, *shape[1:])[(slice(None), *_slices(item)[1:])]
+
+
+def _copy_part(whole: torch.Tensor, item: ReadItem, target: torch.Tensor) -> None:
+    """Copy a part of a tensor; PyTorch takes parts of the bytes of 4-bit floats alone."""
+    _copy((whole.view(torch.uint8) if arrays.is_float4(target) else whole)[_slices(item)], target)
 
 
 def _copy(piece: torch.Tensor, target: torch.Tensor) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ... import arrays
-from ...contents import Contents, naming
+from ...contents import Contents, advising, naming
 from ...decoding import decode
 from ...file_tensors import Kind
 from ...formats.container import MAX_DELTAS
@@ -30,6 +31,8 @@ EXTENSION = "tightwire"
 DELTA = "delta"
 #: The attribute of ``.metadata`` that has a `BaseName`, as a dict.
 _BASE = "tightwire_base"
+#: What to do about one that is not valid.
+_NEEDED = "Needed: a copy of the checkpoint, or another one"
 
 
 class BaseName(NamedTuple):
@@ -56,11 +59,14 @@ def base_of(metadata: Metadata) -> BaseName | None:
     try:
         name, deltas = BaseName(**note)
     except TypeError:
-        raise FormatError("bad_container", f".metadata has the base {note!r:.64}") from None
+        detail = f"has the base {note!r:.64}. Allowed: name and deltas"
+        raise FormatError("bad_container", detail) from None
     if type(name) is not str or name in ("", ".", "..") or any(c in name for c in "/\\\0"):
-        raise FormatError("bad_container", f".metadata names the base {name!r:.64}")
+        detail = f"names the base {name!r:.64}. Allowed: the name of a directory, without folders"
+        raise FormatError("bad_container", detail)
     if type(deltas) is not int or not 1 <= deltas <= MAX_DELTAS:
-        raise FormatError("bad_container", f".metadata counts {deltas!r:.64} deltas in a row")
+        detail = f"counts {deltas!r:.64} deltas in a row. Allowed: 1 to {MAX_DELTAS}"
+        raise FormatError("bad_container", detail)
     return BaseName(name, deltas)
 
 
@@ -110,6 +116,30 @@ def shapes_of(metadata: Metadata) -> dict[MetadataIndex, tuple[int, ...]]:
     }
 
 
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Say in an error of the system what happened besides."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise OSError(f"{error}. {what}") from error
+        detail = f"{error.strerror}. {what}"
+        raise OSError(error.errno, detail, error.filename) from error
+
+
+class OpenFiles(FileSystem):  # type: ignore[misc]
+    """Gives DCP's own reader files that are open already, by their paths."""
+
+    def __init__(self, files: Mapping[str, Any]) -> None:
+        self._files = files
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """One of the files."""
+        yield self._files[os.fspath(path)]
+
+
 class Checkpoint:
     """The compressed files of a checkpoint, open within a ``with`` block, and its base.
 
@@ -126,7 +156,8 @@ class Checkpoint:
     ) -> None:
         self.path = Path(path)
         self.metadata = metadata
-        self.note = base_of(metadata)
+        with advising(_NEEDED), naming(str(self.path / ".metadata")):
+            self.note = base_of(metadata)
         self.shapes = shapes_of(metadata)
         self._find_base = find_base
         self._max_nbytes = max_nbytes

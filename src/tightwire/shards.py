@@ -44,9 +44,25 @@ def _model_index(folder: Path) -> Index | None:
     return index if index is not None and index.weight_map else None
 
 
-def _unindexed_shards(folder: Path) -> list[Path]:
+def _safetensors_names(folder: Path) -> list[str]:
+    """Names of the safetensors files in a folder, compressed or not."""
     names = sorted(n for n in os.listdir(folder) if n.endswith(PLAIN_SUFFIX))
-    names = [name for name in names if (folder / name).is_file()]
+    return [name for name in names if (folder / name).is_file()]
+
+
+def _check_one_kind(folder: Path) -> None:
+    """Raise FormatError for a folder without an index that holds files of both kinds."""
+    names = _safetensors_names(folder)
+    if _model_index(folder) is None and len({name.endswith(SUFFIX) for name in names}) > 1:
+        plain = next(name for name in names if not name.endswith(SUFFIX))
+        packed = next(name for name in names if name.endswith(SUFFIX))
+        detail = f"{folder} holds {packed} and {plain}, and no index says which are the model"
+        needed = "an index, the path of one file, or a directory with files of one kind"
+        raise FormatError("bad_container", f"{detail}. Needed: {needed}")
+
+
+def _unindexed_shards(folder: Path) -> list[Path]:
+    names = _safetensors_names(folder)
     names = [name for name in names if name.endswith(SUFFIX)] or names
     by_stem = {restored_name(name).removesuffix(PLAIN_SUFFIX): name for name in names}
     for stem in STEMS:
@@ -143,8 +159,12 @@ def opened(path: Any) -> Iterator[list[Contents]]:
 
 @contextmanager
 def opened_any(path: PathLike) -> Iterator[list[Contents | PlainFile]]:
-    """As `opened`, of a path; files that are not compressed as well."""
+    """As `opened`, of a path; files that are not compressed as well.
+
+    Raises FormatError too for a directory without an index that holds files of both kinds.
+    """
     if os.path.isdir(path):
+        _check_one_kind(Path(path))
         with _opened(Path(path), shard_of_any) as files:
             yield files
         return

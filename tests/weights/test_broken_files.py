@@ -140,7 +140,7 @@ def test_cut_checkpoints(tmp_path: Path, name: str) -> None:
             "Needed: a copy of the checkpoint, or another one",
             "Needed: base",
             "the save did not end, or it is another directory",
-            f"No such file or directory: '{tensors}'",
+            f"No such file or directory. This rank has written nothing: '{tensors}'",
         )
         assert any(words in text for words in advice)
         assert path.name in text or "no such checkpoint" in text

@@ -161,3 +161,16 @@ def test_pairs_of_4_bit_floats_in_plain_files(tmp_path: Path) -> None:
     assert torch.equal(found["x"].view(torch.uint8), data)
     part = load({"x": torch.zeros_like(data).view(kind)}, path, planner=Rows())
     assert torch.equal(part["x"].view(torch.uint8)[:4, :5], data[3:7, 2:7])
+
+
+@pytest.mark.parametrize("names", [("model", "model"), ("b", "a")])
+def test_both_kinds_need_an_index(tmp_path: Path, names: tuple[str, str]) -> None:
+    packed = tmp_path / f"{names[0]}.tw.safetensors"
+    plain = tmp_path / f"{names[1]}.safetensors"
+    safetensors.save_file(state(), plain)
+    compress_file(plain, packed)
+    with pytest.raises(CheckpointException, match=rf"{packed.name} and {plain.name}.*an index"):
+        load(blank(), tmp_path)
+    assert same(load(blank(), packed)["float32"], state()["float32"])
+    packed.unlink()
+    assert same(load(blank(), tmp_path)["float32"], state()["float32"])
