@@ -273,10 +273,9 @@ class Reader(FileSystemReader):  # type: ignore[misc]
     """Reads checkpoints of ``Writer`` and of DCP's own writer, for ``dcp.load``.
 
     Stored tensors that are wanted whole are decoded straight into the tensors of the state, on
-    GPUs in one pipeline. Of others all packed bytes are read, checked, and the rows that are needed
-    are copied. Where a tensor was coded
-    against an earlier checkpoint, the earlier one is loaded first and then brought up to date: one
-    tensor after the other, each with all of its rows.
+    GPUs in one pipeline. Of others all packed bytes are read and checked, and the rows that are
+    needed are copied. Where a tensor was coded against an earlier checkpoint, the earlier one is
+    loaded first and then brought up to date: one tensor after the other, each with all of its rows.
 
     Args:
         path: The directory.
@@ -607,9 +606,8 @@ class HuggingFaceReader(Reader):
 
     Such a model is a directory of ``tightwire.save`` or of ``tightwire compress``, or one of plain
     safetensors files, or of both kinds by its index; one that holds both kinds and has no index is
-    refused. Every rank reads the compressed tensors that
-    it needs rows of, as ``Reader`` does. Of plain files, which have no checksums, it reads the rows
-    alone.
+    refused. Every rank reads the compressed tensors that it needs rows of, as ``Reader`` does. Of
+    plain files, which have no checksums, it reads the rows alone.
 
     Args:
         path: The directory, or one safetensors file.
