@@ -37,7 +37,7 @@ def lines(recorded: dict[str, Any]) -> list[str]:
         "# Blocks of caches",
         "",
         f"By `bench_cpu.py`, {recorded['datetime'][:10]}, one thread of {machine['cores']} cores "
-        f"({machine['cpu']}) with other work, Python {machine['python']}, numba "
+        f"({machine['cpu']}), Python {machine['python']}, numba "
         f"{machine['numba']}. Keys and values of SmolLM2-135M in bfloat16 for 2,048 tokens of "
         "text, in objects of 256 tokens as LMCache's, cut into blocks. Every block was decoded "
         "and compared.",
