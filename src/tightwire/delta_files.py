@@ -17,7 +17,7 @@ from .file_tensors import FileTensors, Tensors
 from .formats.container import MAX_VERSION, BaseNote, StateNote, base_note, state_note
 from .formats.errors import FormatError, integer
 from .model_index import SUFFIX
-from .storage import PathLike, is_path, reading
+from .storage import PathLike, is_path, reading, refuse_link
 
 _NAME = re.compile(rf"weight_v(\d{{6,18}})(?:\.from_v(\d{{6,18}}))?{re.escape(SUFFIX)}", re.ASCII)
 #: What a process that writes to the directory has locked.
@@ -175,8 +175,7 @@ def writing_to(folder: PathLike) -> Iterator[None]:
     Raises BlockingIOError if another one has it, and OSError.
     """
     lock = Path(folder) / _LOCK
-    if lock.is_symlink():
-        raise FileExistsError(errno.EEXIST, "is a link, and not written through", str(lock))
+    refuse_link(lock)
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(lock, flags, 0o666)
     try:

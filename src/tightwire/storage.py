@@ -416,6 +416,12 @@ class _Part:
         self._file.truncate(self._start + size)
 
 
+def refuse_link(path: PathLike) -> None:
+    """Raise FileExistsError for a link, which is not to be written through."""
+    if os.path.islink(path):
+        raise FileExistsError(errno.EEXIST, "is a link, and not written through", os.fspath(path))
+
+
 @contextmanager
 def atomic_file(
     path: PathLike, mode: int | None = None, mtime_ns: int | None = None, *, follow: bool = True
@@ -431,8 +437,7 @@ def atomic_file(
     """
     target = Path(os.path.realpath(path))
     if not follow:
-        if os.path.islink(path):
-            raise FileExistsError(errno.EEXIST, "is a link, and not written through", str(path))
+        refuse_link(path)
         # Also of a link that appears later: it is replaced.
         target = Path(os.path.realpath(Path(path).parent), Path(path).name)
     if target.exists():

@@ -41,16 +41,19 @@ def of_all(transport: Ucx, state: dict[str, Any]) -> list[str]:
     return [row.tobytes().hex() for row in out]
 
 
+def side_of(transport: Ucx, weights: Any, **options: Any) -> Any:
+    """The publisher of weights on rank 0, a subscriber elsewhere."""
+    if transport.rank == 0:
+        return tw.publish(weights, transport, **options)
+    return tw.subscribe(weights, transport)
+
+
 def versions_of_numpy(join: Join) -> Any:
     """Whole versions and differences; a worker whose weights were changed gets everything."""
     transport = join()
     state = first_state()
     mine = state if transport.rank == 0 else blank(state)
-    side: Any = None
-    if transport.rank == 0:
-        side = tw.publish(mine, transport, bucket_nbytes=1 << 14)
-    else:
-        side = tw.subscribe(mine, transport)
+    side = side_of(transport, mine, bucket_nbytes=1 << 14)
     found = []
     for number in range(4):
         if transport.rank == 0:
@@ -74,11 +77,7 @@ def versions_of_torch(join: Join) -> Any:
     torch.manual_seed(transport.rank)
     model = torch.nn.Sequential(torch.nn.Linear(90, 80), torch.nn.Linear(90, 80)).bfloat16()
     model[1].weight = model[0].weight
-    side: Any = None
-    if transport.rank == 0:
-        side = tw.publish(model, transport)
-    else:
-        side = tw.subscribe(model, transport)
+    side = side_of(transport, model)
     found = []
     for _ in range(3):
         version = side.send() if transport.rank == 0 else side.update()
@@ -95,13 +94,11 @@ def killed(join: Join) -> Any:
     transport = join()
     state = first_state()
     mine = state if transport.rank == 0 else blank(state)
-    side: Any = None
+    side = side_of(transport, mine, bucket_nbytes=1 << 14)
     if transport.rank == 0:
-        side = tw.publish(mine, transport, bucket_nbytes=1 << 14)
         side.send()
         step(mine, 1)
     else:
-        side = tw.subscribe(mine, transport)
         side.update()
     before = copied(mine)
     if transport.rank == 2:
@@ -118,10 +115,8 @@ def killed(join: Join) -> Any:
         side.send() if transport.rank == 0 else side.receive()
     assert same(mine, before)
     left = join(2, 1)
-    if left.rank == 0:
-        version = tw.publish(mine, left).send(version=8)
-    else:
-        version = tw.subscribe(mine, left).update()
+    side = side_of(left, mine)
+    version = side.send(version=8) if left.rank == 0 else side.update()
     return [version, *of_all(left, mine)]
 
 

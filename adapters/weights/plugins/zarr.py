@@ -141,15 +141,16 @@ def _decoded(chunk_bytes: Any, chunk_spec: Any, rows: range | None) -> Any:
     dtype, shape = chunk_spec.dtype.to_native_dtype(), tuple(chunk_spec.shape)
     data = chunk_bytes.as_numpy_array()
     limit = math.prod(shape) * dtype.itemsize
-    plan = parsed_source(data, limit).plan
+    parsed = parsed_source(data, limit)
+    plan = parsed.plan
     if plan.shape != shape:
         raise FormatError("bad_header", f"a chunk of shape {plan.shape}; wanted: {shape}")
     if plan.dtype.numpy != dtype.newbyteorder("="):
         raise FormatError("bad_header", f"a chunk of {plan.dtype.name}; wanted: {dtype}")
     if rows is None or len(rows) == shape[0]:
-        return decode(data, max_nbytes=limit)
+        return decode(parsed)
     width = math.prod(shape[1:])
-    flat = decode(data, start=rows.start * width, stop=rows.stop * width, max_nbytes=limit)
+    flat = decode(parsed, start=rows.start * width, stop=rows.stop * width)
     return flat.reshape(len(rows), *shape[1:])
 
 
