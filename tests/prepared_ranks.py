@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from tightwire.adapters.collectives import prepared_sums
 from tightwire.adapters.collectives.prepared import PreparedCalls
 from tightwire.adapters.collectives.prepared_work import Work
 from tightwire.adapters.transports.peer import connect_threads
@@ -15,6 +17,8 @@ from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 
 ROUTES = ("network", "peers")
 DTYPE = ml_dtypes.bfloat16
+#: Of lanes in tests: tensors of 5,000 elements have three.
+LANE_NBYTES = 3 << 10
 
 
 def run(
@@ -22,16 +26,20 @@ def run(
     route: str,
     task: Callable[[PreparedCalls], Any],
     timeout: float = 20,
+    *,
+    lanes: bool = False,
     **options: Any,
 ) -> list[Any]:
-    """`task` on every rank of a group of threads."""
+    """`task` on every rank of a group of threads; with `lanes` small sums are made in some."""
     memory = connect_threads(world, timeout)
 
     def one(transport: ThreadTransport) -> Any:
         peers = memory[transport.rank] if route == "peers" else None
         return task(PreparedCalls(transport, peers=peers, **options))
 
-    return run_ranks(world, one, timeout)
+    least = LANE_NBYTES if lanes else prepared_sums.LANE_NBYTES
+    with unittest.mock.patch.object(prepared_sums, "LANE_NBYTES", least):
+        return run_ranks(world, one, timeout)
 
 
 def tensor(rank: int, n: int, call: int = 0, dtype: Any = DTYPE, wild: bool = False) -> Any:
@@ -46,12 +54,20 @@ def same(x: Any, y: Any) -> bool:
     return bool(x.dtype == y.dtype and x.tobytes() == y.tobytes())
 
 
-CASES = ("all_gather", "all_to_all", "reduce_scatter", "one-shot", "two-shot", "broadcast")
+CASES = (
+    "all_gather",
+    "all_to_all",
+    "reduce_scatter",
+    "one-shot",
+    "two-shot",
+    "two-shot, lanes",
+    "broadcast",
+)
 
 
 def prepare(calls: PreparedCalls, case: str, like: Any) -> Any:
-    if case in ("one-shot", "two-shot"):
-        return calls.all_reduce(like, algorithm=case)
+    if "shot" in case:
+        return calls.all_reduce(like, algorithm=case.partition(",")[0])
     if case == "broadcast":
         spread = calls.broadcast(like, root=0)
 

@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ...codecs.common.base import Plan
 from ...formats.header import align
@@ -21,16 +21,20 @@ from ..transports.base import Transport
 from ..transports.peer import PeerMemory, Region
 from . import tensors
 
+#: Which memory a call takes, and which of its exchanges that run side by side.
+Phase: TypeAlias = tuple[int, int]
 #: Place of the dynamic bytes in a record, in units of eight bytes.
 _DYNAMIC_NBYTES = 1
 #: Of the first messages the dynamic part has this share of the tensor's bytes.
 _FIRST_SHARE = 1 / 16
-#: Messages that are remembered.
-_REMEMBERED = 16
+#: Messages that are remembered, at first and at most.
+_REMEMBERED, _MOST_REMEMBERED = 8, 1024
 #: Memory is made in multiples of this, and of its size in so many bits less one.
 _LEAST, _STEPS = 1 << 12, 3
-#: Spare capacity, as a share of what is needed, and how much may lie idle before it shrinks.
-_SPARE, _IDLE = 0.25, 3.0
+#: Spare capacity, as a share of what is needed.
+_SPARE = 0.25
+#: What of a tensor's bytes is saved by a smaller capacity, or it stays: it costs new memory.
+_SAVED = 1 / 64
 
 
 class Capacity:
@@ -45,10 +49,13 @@ class Capacity:
 
     def __init__(self, bound: int, raw_nbytes: int) -> None:
         self._bound = bound
+        self._worth = raw_nbytes * _SAVED
         #: Capacities are multiples of this, so that there are few plans.
         self._unit = align(max(1, bound // 128))
         self._needs: deque[int] = deque(maxlen=_REMEMBERED)
         self.nbytes = self._rounded(round(raw_nbytes * _FIRST_SHARE))
+        #: Whether it has become smaller.
+        self._shrunk = False
 
     def learn(self, need: int) -> None:
         """Note the most bytes that a message of one call needed.
@@ -58,11 +65,15 @@ class Capacity:
         """
         self._needs.append(need)
         most = max(self._needs)
-        wanted = self._rounded(round(most * (1 + _SPARE)))
-        full = len(self._needs) == _REMEMBERED
-        # A new capacity costs new memory: it is one that holds for a while.
-        if wanted > self.nbytes or (full and wanted * _IDLE < self.nbytes):
-            self.nbytes = self._rounded(round(most * (1 + 2 * _SPARE)))
+        target = self._rounded(round(most * (1 + 2 * _SPARE)))
+        if self._rounded(round(most * (1 + _SPARE))) > self.nbytes:
+            self.nbytes = target
+            if self._shrunk:
+                # It was too soon: data such as these come back.
+                longer = min(2 * (self._needs.maxlen or 0), _MOST_REMEMBERED)
+                self._needs, self._shrunk = deque(self._needs, longer), False
+        elif len(self._needs) == self._needs.maxlen and self.nbytes - target >= self._worth:
+            self.nbytes, self._shrunk = target, True
 
     def _rounded(self, nbytes: int) -> int:
         return min(self._bound, max(1, -(-nbytes // self._unit)) * self._unit)
@@ -147,17 +158,17 @@ class Route(Protocol):
     def name(self) -> str:
         """For the trace."""
 
-    def gathered(self, nbytes: int, like: Any, phase: int) -> Messages:
+    def gathered(self, nbytes: int, like: Any, phase: Phase) -> Messages:
         """Memory for a message that every rank sends to all. All ranks call it alike.
 
         Calls of one `phase` share memory: each is queued to follow the one before, and there are at
         least two phases.
         """
 
-    def swapped(self, nbytes: int, like: Any, phase: int) -> Messages:
+    def swapped(self, nbytes: int, like: Any, phase: Phase) -> Messages:
         """Memory for a message from every rank to every rank; see ``gathered``."""
 
-    def spread(self, nbytes: int, like: Any, phase: int, root: int) -> Messages:
+    def spread(self, nbytes: int, like: Any, phase: Phase, root: int) -> Messages:
         """Memory for messages of rank `root` to all, as many as ranks; see ``gathered``."""
 
 
@@ -191,12 +202,11 @@ class NetworkRoute:
         #: prepared call uses it.
         self._blocks: weakref.WeakValueDictionary[Hashable, Block] = weakref.WeakValueDictionary()
 
-    def gathered(self, nbytes: int, like: Any, phase: int) -> Messages:
+    def gathered(self, nbytes: int, like: Any, phase: Phase) -> Messages:
         """See ``Route``."""
         ranks = self._transport.world_size
-        own = self._block(nbytes, like, phase, "mine")
-        every = self._block(ranks * nbytes, like, phase, "gathered")
-        mine, received = own.memory[:nbytes], every.memory[: ranks * nbytes]
+        mine, own = self._part(nbytes, like, phase, "mine")
+        received, every = self._part(ranks * nbytes, like, phase, "gathered")
 
         def exchange(message: Any = mine) -> None:
             self._transport.all_gather(received, message)
@@ -204,20 +214,26 @@ class NetworkRoute:
         rows = _rows(received, nbytes)
         return Messages([mine], rows, exchange, moves=True, blocks=(own, every))
 
-    def swapped(self, nbytes: int, like: Any, phase: int) -> Messages:
+    def swapped(self, nbytes: int, like: Any, phase: Phase) -> Messages:
         """See ``Route``."""
-        sent, received, blocks = self._both(nbytes, like, phase)
+        me, ranks = self._transport.rank, self._transport.world_size
+        sent, to = self._part(ranks * nbytes, like, phase, "to")
+        received, of = self._part((ranks - 1) * nbytes, like, phase, "from")
+        mine, others = _rows(sent, nbytes), iter(_rows(received, nbytes))
+        # What a rank has for itself stays where it is.
+        every = [mine[me] if i == me else next(others) for i in range(ranks)]
+        xs, outs = ([[] if i == me else [r] for i, r in enumerate(rows)] for rows in (mine, every))
 
         def exchange() -> None:
-            self._transport.all_to_all(received, sent)
+            self._transport.all_to_all_v(outs, xs)
 
-        rows = _rows(sent, nbytes), _rows(received, nbytes)
-        return Messages(*rows, exchange, memory=sent, blocks=blocks)
+        return Messages(mine, every, exchange, memory=sent, blocks=(to, of))
 
-    def spread(self, nbytes: int, like: Any, phase: int, root: int) -> Messages:
+    def spread(self, nbytes: int, like: Any, phase: Phase, root: int) -> Messages:
         """See ``Route``. Each rank gets one message from the root, and all gather them."""
         rank, ranks = self._transport.rank, self._transport.world_size
-        sent, received, blocks = self._both(nbytes, like, phase)
+        sent, to = self._part(ranks * nbytes, like, phase, "to")
+        received, of = self._part(ranks * nbytes, like, phase, "from")
         rows = _rows(sent, nbytes)
         # The root's own share needs no network.
         is_root = rank == root
@@ -228,16 +244,14 @@ class NetworkRoute:
             self._transport.all_to_all_v(outs, xs)
             self._transport.all_gather(received, rows[rank])
 
-        return Messages(rows, _rows(received, nbytes), exchange, blocks=blocks)
+        return Messages(rows, _rows(received, nbytes), exchange, blocks=(to, of))
 
-    def _both(self, nbytes: int, like: Any, phase: int) -> tuple[Any, Any, list[Block]]:
-        """What is sent to all ranks, and received from them; what they are part of."""
-        whole = self._transport.world_size * nbytes
-        blocks = [self._block(whole, like, phase, way) for way in ("to", "from")]
-        sent, received = (block.memory[:whole] for block in blocks)
-        return sent, received, blocks
+    def _part(self, nbytes: int, like: Any, phase: Phase, purpose: str) -> tuple[Any, Block]:
+        """So many bytes, and what they are part of."""
+        block = self._block(nbytes, like, phase, purpose)
+        return block.memory[:nbytes], block
 
-    def _block(self, nbytes: int, like: Any, phase: int, purpose: str) -> Block:
+    def _block(self, nbytes: int, like: Any, phase: Phase, purpose: str) -> Block:
         """What there is of at least so many bytes; calls that have less take it up later."""
         key = tensors.device_of(like), phase, purpose
         found = self._blocks.get(key)
@@ -262,31 +276,31 @@ class PeerRoute:
         #: By size, phase and purpose. Kept: ranks make them together, whatever each has dropped.
         self._regions: dict[Hashable, Region] = {}
 
-    def gathered(self, nbytes: int, like: Any, phase: int) -> Messages:
+    def gathered(self, nbytes: int, like: Any, phase: Phase) -> Messages:
         """See ``Route``."""
         region = self._region(nbytes, phase, "gathered")
         received = [part[:nbytes] for part in region.parts]
         mine = received[self._peers.rank]
         return Messages([mine], received, region.barrier, late=region.late())
 
-    def swapped(self, nbytes: int, like: Any, phase: int) -> Messages:
+    def swapped(self, nbytes: int, like: Any, phase: Phase) -> Messages:
         """See ``Route``."""
         rank, region = self._peers.rank, self._every(nbytes, phase)
         received = [part[rank * nbytes : (rank + 1) * nbytes] for part in region.parts]
         rows = self._sent(region, rank, nbytes)
         return Messages(rows, received, region.barrier, late=region.late())
 
-    def spread(self, nbytes: int, like: Any, phase: int, root: int) -> Messages:
+    def spread(self, nbytes: int, like: Any, phase: Phase, root: int) -> Messages:
         """See ``Route``."""
         region = self._every(nbytes, phase)
         mine, received = (self._sent(region, r, nbytes) for r in (self._peers.rank, root))
         return Messages(mine, received, region.barrier, late=region.late())
 
-    def _every(self, nbytes: int, phase: int) -> Region:
+    def _every(self, nbytes: int, phase: Phase) -> Region:
         """Memory for messages to all ranks."""
         return self._region(self._peers.world_size * nbytes, phase, "to")
 
-    def _region(self, nbytes: int, phase: int, purpose: str) -> Region:
+    def _region(self, nbytes: int, phase: Phase, purpose: str) -> Region:
         """What calls share that need about so many bytes."""
         key = _rounded(nbytes), phase, purpose
         if key not in self._regions:

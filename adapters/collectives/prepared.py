@@ -116,6 +116,8 @@ class PreparedCalls:
         self._stream_key: tuple[int, int] | None = None
         self._exact: PreparedCalls | None = None
         self._recorder: Recorder | None = None
+        #: Of exchanges that run beside what encodes and decodes, on a GPU.
+        self._beside: Any = None
         #: What has been prepared, as far as somebody has it.
         self.made: weakref.WeakSet[Any] = weakref.WeakSet()
         self.broken = ""
@@ -256,6 +258,34 @@ class PreparedCalls:
             self._recorder = GraphRecorder(like.device)
         return self._recorder
 
+    def queue(self, like: Any, work: Callable[[], None], beside: bool) -> Callable[[], None]:
+        """Queue work, perhaps beside what is queued next.
+
+        Args:
+            like: An array of the device.
+            work: Queues it, behind what is queued already.
+            beside: Whether what is queued next need not follow it. On the host it does.
+
+        Returns:
+            What has the current stream wait for the work.
+        """
+        if not beside or not tensors.is_cuda(like):
+            work()
+            return _nothing
+        import torch
+
+        from .side_stream import FIRST
+
+        if self._beside is None:
+            self._beside = torch.cuda.Stream(like.device, FIRST)
+        side = self._beside
+        side.wait_stream(torch.cuda.current_stream(like.device))
+        with torch.cuda.stream(side):
+            work()
+            done = torch.cuda.Event()
+            done.record(side)
+        return lambda: torch.cuda.current_stream(like.device).wait_event(done)
+
     def exact(self) -> PreparedCalls:
         """Calls of the same ranks whose messages are not compressed.
 
@@ -264,7 +294,8 @@ class PreparedCalls:
         if self._exact is None:
             self._exact = object.__new__(PreparedCalls)
             own: dict[str, Any] = {"codec": as_codec("raw"), "route": NetworkRoute(self.transport)}
-            own |= {"stream": None, "_stream_key": None, "_exact": None, "_recorder": None}
+            own |= {"stream": None, "_stream_key": None, "_exact": None}
+            own |= {"_recorder": None, "_beside": None}
             # Each is waited for at once.
             own |= {"depth": 1, "phase": 0}
             self._exact.__dict__.update(self.__dict__ | own)
@@ -334,3 +365,7 @@ class PreparedCalls:
         self.phase = (self.phase + 1) % self.depth
         call.text, call.algorithm = text, f"{self.codec.name}, {self.route.name}"
         return call
+
+
+def _nothing() -> None:
+    """Wait for what is done already."""

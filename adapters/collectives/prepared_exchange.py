@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from .recorded import Recording
 
 if TYPE_CHECKING:
     from .prepared_work import Work
+
+#: Where a share begins and ends, in elements.
+Bounds: TypeAlias = tuple[int, int]
 
 INT64 = BY_NAME["int64"]
 #: Shares begin at multiples of this many elements.
@@ -63,11 +66,14 @@ class Exchanged(NamedTuple):
             each; ``"spread"``: a root has as many as there are ranks, which all get.
         parts: What there is of each part.
         root: The root of messages that are spread.
+        lane: Exchanges of one kind that run side by side have different ones, and memory of their
+            own.
     """
 
     kind: Literal["gathered", "swapped", "spread"]
     parts: list[Shares]
     root: int = 0
+    lane: int = 0
 
 
 class Given(NamedTuple):
@@ -210,18 +216,21 @@ def part_of(x: Any) -> Part:
     return Part(info.dtype, math.prod(info.shape))
 
 
-def shares_of(x: Any, bounds: Sequence[tuple[int, int]]) -> list[Any]:
+def shares_of(x: Any, bounds: Sequence[Bounds]) -> list[Any]:
     """The elements of `x` from bound to bound."""
     return [x[start:stop] for start, stop in bounds]
 
 
-def bounds_of(nelem: int, ranks: int) -> list[tuple[int, int]]:
-    """Where the shares of the ranks begin and end; only the last ones are shorter."""
+def bounds_of(nelem: int, ranks: int, first: int = 0) -> list[Bounds]:
+    """Where the shares of the ranks begin and end; only the last ones are shorter.
+
+    `first` is where the first share begins.
+    """
     each = -(-nelem // (ranks * _UNIT)) * _UNIT
-    return list(itertools.pairwise(min(nelem, i * each) for i in range(ranks + 1)))
+    return list(itertools.pairwise(first + min(nelem, i * each) for i in range(ranks + 1)))
 
 
-def equal_bounds(nelem: int, ranks: int) -> list[tuple[int, int]]:
+def equal_bounds(nelem: int, ranks: int) -> list[Bounds]:
     """Where the equal shares of the ranks begin and end; ValueError if there are none."""
     if nelem % ranks:
         raise ValueError(
@@ -231,7 +240,7 @@ def equal_bounds(nelem: int, ranks: int) -> list[tuple[int, int]]:
     return [(i * each, (i + 1) * each) for i in range(ranks)]
 
 
-def lengths(bounds: Sequence[tuple[int, int]]) -> list[int]:
+def lengths(bounds: Sequence[Bounds]) -> list[int]:
     """Elements from bound to bound."""
     return [stop - start for start, stop in bounds]
 

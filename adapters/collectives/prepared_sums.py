@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ... import arrays
 from ...formats.dtypes import BY_NAME, DType
 from . import tensors
 from .calls import Call
 from .prepared_exchange import (
+    Bounds,
     Exchanged,
     Given,
     Part,
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from .prepared import PreparedCalls
 
 _FLOAT32 = BY_NAME["float32"]
+#: Two-shot sums over a network are made in lanes of so many bytes or more, at most so many. While
+#: messages of one are exchanged another's are coded.
+LANE_NBYTES, MOST_LANES = 32 << 20, 4
 
 
 class _Sums(Prepared):
@@ -217,6 +221,20 @@ class OneShot(_Sums):
         return body
 
 
+class _Lane(NamedTuple):
+    """A piece of an all-reduce that is summed beside the others.
+
+    Attributes:
+        swapped: Number of the exchange of its terms.
+        gathered: That of its sums.
+        bounds: By part, the shares of the ranks.
+    """
+
+    swapped: int
+    gathered: int
+    bounds: list[list[Bounds]]
+
+
 class AllReduce(_Sums):
     """``call(x, out)``: a two-shot sum: a reduce-scatter, and an all-gather of the sums."""
 
@@ -224,13 +242,24 @@ class AllReduce(_Sums):
 
     def __init__(self, calls: PreparedCalls, like: Any, *, wire: Any, scale: float | None) -> None:
         super().__init__(calls, like, ", two-shot", wire, scale)
-        self._bounds = [bounds_of(part.nelem, self._ranks) for part in self._parts]
+        count = 1
+        if calls.route.learns:
+            nbytes = sum(part.nbytes for part in self._parts)
+            count = max(1, min(nbytes // LANE_NBYTES, MOST_LANES))
+        pieces = zip(*(bounds_of(part.nelem, count) for part in self._parts), strict=True)
+        self._lanes = [
+            _Lane(lane, count + lane, [bounds_of(b - a, self._ranks, a) for a, b in of_parts])
+            for lane, of_parts in enumerate(pieces)
+        ]
         self._start()
 
     def _exchanges(self) -> list[Exchanged]:
-        rows = zip(self._wires, self._bounds, strict=True)
-        shares = [Shares(lengths(bounds), wire) for wire, bounds in rows]
-        return [Exchanged("swapped", shares), Exchanged("gathered", shares)]
+        lanes = [
+            [Shares(lengths(b), wire) for wire, b in zip(self._wires, lane.bounds, strict=True)]
+            for lane in self._lanes
+        ]
+        kinds: tuple[Literal["swapped"], Literal["gathered"]] = ("swapped", "gathered")
+        return [Exchanged(k, shares, lane=i) for k in kinds for i, shares in enumerate(lanes)]
 
     def _prepared_exactly(self, calls: PreparedCalls) -> Any:
         return AllReduce(calls, self._alike(), wire=self._wire, scale=self._scale)
@@ -254,37 +283,22 @@ class AllReduce(_Sums):
     def _body(self, x: Any, out: Any) -> Body:
         counts = [part.nelem for part in self._parts]
         xs, outs = self._flat(x, counts, "x"), self._flat(out, counts, "out")
-        ranks, me = range(self._ranks), self._rank
 
         def body(slot: Slot, call: Call) -> None:
-            # Own terms are read while sums are written.
-            owns = [v[slice(*bounds[me])] for v, bounds in zip(xs, self._bounds, strict=True)]
-            owns = _kept(owns, outs)
             wholes = [
                 whole if dtype is None else tensors.empty(whole.shape, wire, whole)
                 for whole, dtype, wire in zip(outs, self._dtypes, self._wires, strict=True)
             ]
-            terms, sums = (
-                [shares_of(v, bounds) for v, bounds in zip(values, self._bounds, strict=True)]
-                for values in (xs, wholes)
-            )
-            given = [
-                Given(self._sent(part, own[j]), j, part)
-                for j in ranks
-                if j != me
-                for part, own in enumerate(terms)
-            ]
-            self._encode(slot, call, 0, given)
-            self._exchange(slot, call, 0)
-            for part, (own, total) in enumerate(zip(owns, sums, strict=True)):
-                if own.shape[0]:
-                    into, scale = total[me], self._scale
-                    self._sum(slot, call, 0, own, into, part=part, scale=scale, travels_on=True)
-            self._encode(slot, call, 1, [Given(t[me], 0, part) for part, t in enumerate(sums)])
-            self._exchange(slot, call, 1)
-            lossless = self._calls.codec.lossless
-            wanted = [None if i == me and lossless else total[i] for i in ranks for total in sums]
-            self._decode(slot, call, 1, wanted)
+            swapped = [self._send_terms(slot, call, lane, xs) for lane in self._lanes]
+            # Own terms are read while sums are written.
+            owns = [_kept(self._own(lane, xs), outs) for lane in self._lanes]
+            gathered = []
+            for lane, own, arrived in zip(self._lanes, owns, swapped, strict=True):
+                arrived()
+                gathered.append(self._send_sums(slot, call, lane, own, self._own(lane, wholes)))
+            for lane, arrived in zip(self._lanes, gathered, strict=True):
+                arrived()
+                self._take_sums(slot, call, lane, wholes)
             for whole, result in zip(wholes, outs, strict=True):
                 if whole is not result:
                     tensors.put(result, whole)
@@ -292,6 +306,43 @@ class AllReduce(_Sums):
             call.raw_bytes += 2 * nbytes * (self._ranks - 1) // self._ranks
 
         return body
+
+    def _own(self, lane: _Lane, values: Sequence[Any]) -> list[Any]:
+        """This rank's shares."""
+        return [v[slice(*b[self._rank])] for v, b in zip(values, lane.bounds, strict=True)]
+
+    def _send_terms(
+        self, slot: Slot, call: Call, lane: _Lane, xs: Sequence[Any]
+    ) -> Callable[[], None]:
+        """Encode the terms of other ranks' sums, and send them; what waits for theirs."""
+        given = [
+            Given(self._sent(part, share), j, part)
+            for part, (x, bounds) in enumerate(zip(xs, lane.bounds, strict=True))
+            for j, share in enumerate(shares_of(x, bounds))
+            if j != self._rank
+        ]
+        self._encode(slot, call, lane.swapped, given)
+        return self._begin_exchange(slot, call, lane.swapped, beside=len(self._lanes) > 1)
+
+    def _send_sums(
+        self, slot: Slot, call: Call, lane: _Lane, own: Sequence[Any], totals: Sequence[Any]
+    ) -> Callable[[], None]:
+        """Add up, into `totals`, and send the sums; what waits for those of other ranks."""
+        at, scale = lane.swapped, self._scale
+        for part, (term, total) in enumerate(zip(own, totals, strict=True)):
+            if term.shape[0]:
+                self._sum(slot, call, at, term, total, part=part, scale=scale, travels_on=True)
+        given = [Given(total, 0, part) for part, total in enumerate(totals)]
+        self._encode(slot, call, lane.gathered, given)
+        return self._begin_exchange(slot, call, lane.gathered, beside=len(self._lanes) > 1)
+
+    def _take_sums(self, slot: Slot, call: Call, lane: _Lane, wholes: Sequence[Any]) -> None:
+        """Decode the sums; with a lossy codec also this rank's own, as the others have them."""
+        rows = [shares_of(whole, b) for whole, b in zip(wholes, lane.bounds, strict=True)]
+        keeps = self._calls.codec.lossless
+        ranks = range(self._ranks)
+        wanted = [None if i == self._rank and keeps else row[i] for i in ranks for row in rows]
+        self._decode(slot, call, lane.gathered, wanted)
 
 
 def _wire_of(part: Part, wire: Any) -> DType:

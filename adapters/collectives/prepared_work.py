@@ -17,7 +17,7 @@ from ...prepared import prepare_encode_many
 from ..errors import CollectiveError
 from . import running, tensors
 from .calls import Call, rounding_key
-from .messages import Capacity, Layout, Messages
+from .messages import Capacity, Layout, Messages, Phase
 from .prepared_exchange import INT64, Exchange, Exchanged, Given, Slot, part_of
 from .prepared_judgement import Judged
 from .recorded import Recording, Recordings, capturing
@@ -206,7 +206,7 @@ class Prepared(Judged):
         plans: list[Plan] = []
         for what in self._exchanges():
             layouts = self._layouts(what)
-            messages = self._messages(what, layouts[0].nbytes, slot.phase)
+            messages = self._messages(what, layouts[0].nbytes, (slot.phase, what.lane))
             slot.exchanges.append(Exchange(what, layouts, messages, self._rank, self._ranks))
             for layout in layouts:
                 plans += layout.plans
@@ -254,7 +254,7 @@ class Prepared(Judged):
         nbytes = max(layout.nbytes for layout in found)
         return [layout._replace(nbytes=nbytes) for layout in found]
 
-    def _messages(self, what: Exchanged, nbytes: int, phase: int) -> Messages:
+    def _messages(self, what: Exchanged, nbytes: int, phase: Phase) -> Messages:
         route = self._calls.route
         if what.kind == "gathered":
             return route.gathered(nbytes, self._like, phase)
@@ -352,6 +352,12 @@ class Prepared(Judged):
         layout, by_network = exchange.layouts[0], self._calls.route.learns
         nbytes = layout.nbytes if by_network else layout.certain_nbytes
         call.wire_bytes += exchange.sends(by_network) * nbytes
+
+    def _begin_exchange(
+        self, slot: Slot, call: Call, at: int, *, beside: bool
+    ) -> Callable[[], None]:
+        """Queue exchange `at`, perhaps beside what is queued next; what waits for it there."""
+        return self._calls.queue(self._like, lambda: self._exchange(slot, call, at), beside)
 
     def _decode(self, slot: Slot, call: Call, at: int, outs: Sequence[Any]) -> None:
         """Decode what exchange `at` received into `outs`, one for each buffer; None: not wanted."""

@@ -17,10 +17,13 @@ from tightwire.adapters.collectives import tensors
 from tightwire.adapters.collectives.faster import Faster
 from tightwire.adapters.collectives.messages import Capacity, NetworkRoute, PeerRoute
 from tightwire.adapters.collectives.prepared import PreparedCalls
+from tightwire.adapters.collectives.prepared_sums import MOST_LANES
 from tightwire.adapters.collectives.prepared_work import Work
 from tightwire.adapters.collectives.running import running_calls
 from tightwire.adapters.errors import CollectiveError
 from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
+
+SUMS = [case for case in CASES if "shot" in case]
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -113,29 +116,32 @@ def test_float32_gradients_travel_as_bfloat16(route: str) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("algorithm", ["one-shot", "two-shot"])
+@pytest.mark.parametrize("case", SUMS)
 @pytest.mark.parametrize("n", [1, 500, 10_001])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_all_reduce(route: str, world: int, algorithm: str, n: int, in_place: bool) -> None:
+def test_all_reduce(route: str, world: int, case: str, n: int, in_place: bool) -> None:
     def task(calls: PreparedCalls) -> None:
         x = tensor(calls.rank, n)
         out = x if in_place else np.full(n, np.nan, DTYPE)
-        calls.all_reduce(x, algorithm=algorithm)(x, out).wait()
+        reduce = prepare(calls, case, x)
+        if "lanes" in case and n > 500:
+            assert len(reduce._lanes) == (MOST_LANES if route == "network" else 1)
+        reduce(x, out).wait()
         assert same(out, summed(world, n).astype(DTYPE))
 
-    run(world, route, task)
+    run(world, route, task, lanes="lanes" in case)
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("algorithm", ["one-shot", "two-shot"])
+@pytest.mark.parametrize("case", SUMS)
 @pytest.mark.parametrize("codec", ["mx", "taco", "nvfp4"])
-def test_ranks_get_the_same_lossy_sums(route: str, algorithm: str, codec: str) -> None:
+def test_ranks_get_the_same_lossy_sums(route: str, case: str, codec: str) -> None:
     def task(calls: PreparedCalls) -> Any:
         x, out = tensor(calls.rank, 9000), np.full(9000, np.nan, DTYPE)
-        calls.all_reduce(x, algorithm=algorithm)(x, out).wait()
+        prepare(calls, case, x)(x, out).wait()
         return out
 
-    sums = run(3, route, task, codec=codec)
+    sums = run(3, route, task, codec=codec, lanes="lanes" in case)
     assert same(sums[0], sums[1])
     assert same(sums[0], sums[2])
     exact = summed(3, 9000)
@@ -162,7 +168,7 @@ def test_what_does_not_fit_is_sent_again(
             outs.append(out)
         return outs
 
-    small, large = run(world, "network", task), run(world, "peers", task)
+    small, large = run(world, "network", task, lanes="lanes" in case), run(world, "peers", task)
     for found, wanted in zip(small, large, strict=True):
         assert all(same(x, y) for x, y in zip(found, wanted, strict=True))
 
@@ -227,8 +233,11 @@ def lists(rank: int, call: int, wild: bool = False) -> list[Any]:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("codec", ["zipccl", "mx"])
+@pytest.mark.parametrize(
+    ("case", "codec"),
+    # Lanes of a list are others, and so are the terms that a rank has as they are.
+    [(c, k) for c in CASES for k in ("zipccl", "mx") if k == "zipccl" or "lanes" not in c],
+)
 def test_a_list_is_one_call_and_gives_what_single_calls_give(
     route: str, case: str, codec: str
 ) -> None:
@@ -248,7 +257,7 @@ def test_a_list_is_one_call_and_gives_what_single_calls_give(
             assert all(same(x, y) for x, y in zip(outs, wanted, strict=True))
         return calls.number - before
 
-    assert len(set(run(world, route, task, codec=codec))) == 1
+    assert len(set(run(world, route, task, codec=codec, lanes="lanes" in case))) == 1
 
 
 def prepare_list(calls: PreparedCalls, case: str, like: list[Any]) -> Any:
@@ -344,7 +353,8 @@ def test_what_cannot_travel_is_refused() -> None:
     run(2, "network", task)
 
 
-def test_sums_in_place_are_sent_again() -> None:
+@pytest.mark.parametrize("lanes", [False, True])
+def test_sums_in_place_are_sent_again(lanes: bool) -> None:
     def task(calls: PreparedCalls) -> list[Any]:
         found = []
         for algorithm in ("one-shot", "two-shot"):
@@ -353,7 +363,7 @@ def test_sums_in_place_are_sent_again() -> None:
             found.append(x)
         return found
 
-    small, large = run(3, "network", task), run(3, "peers", task)
+    small, large = run(3, "network", task, lanes=lanes), run(3, "peers", task)
     for found, wanted in zip(small, large, strict=True):
         assert all(same(x, y) for x, y in zip(found, wanted, strict=True))
 
@@ -498,13 +508,46 @@ def test_capacity() -> None:
     capacity.learn(300_000)
     assert 300_000 < capacity.nbytes < 600_000
     grown = capacity.nbytes
-    for _ in range(15):
+    for _ in range(7):
         capacity.learn(1000)
         assert capacity.nbytes == grown
     capacity.learn(1000)
     assert 1000 < capacity.nbytes < first
     capacity.learn(1 << 30)
     assert capacity.nbytes == 1 << 20
+
+
+def test_a_capacity_shrinks_if_that_is_worth_new_memory() -> None:
+    for need, shrinks in [(20_000, True), (40_000, False)]:
+        capacity = Capacity(bound=1 << 20, raw_nbytes=1 << 20)
+        first = capacity.nbytes
+        for _ in range(7):
+            capacity.learn(need)
+        assert capacity.nbytes == first
+        capacity.learn(need)
+        assert (capacity.nbytes < first) == shrinks
+        assert capacity.nbytes > 1.25 * need
+
+
+def test_a_capacity_that_shrank_too_soon_waits_longer() -> None:
+    capacity = Capacity(bound=1 << 20, raw_nbytes=1 << 20)
+
+    def calls_until_it_shrinks() -> int:
+        before = capacity.nbytes
+        for call in range(1, 5000):
+            capacity.learn(1000)
+            if capacity.nbytes < before:
+                return call
+        raise AssertionError
+
+    waits = []
+    for _ in range(10):
+        waits.append(calls_until_it_shrinks())
+        capacity.learn(60_000)
+        assert capacity.nbytes > 60_000
+    assert waits[0] == 8
+    assert all(16 <= a <= b <= 1024 for a, b in itertools.pairwise(waits[1:]))
+    assert waits[-1] == 1024
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -660,7 +703,7 @@ def test_operations_of_a_call_do_not_grow_with_the_ranks(case: str, codec: str) 
                 call(x, out).wait()
             return list(counted.launches)
 
-        found: list[str] = run(world, "network", task, 60, codec=codec)[0]
+        found: list[str] = run(world, "network", task, 60, lanes="lanes" in case, codec=codec)[0]
         return found
 
     assert launches(2) == launches(4)

@@ -77,6 +77,7 @@ COLLECTIVES: dict[str, tuple[Callable[[PreparedCalls], Any], Callable[..., Any]]
         lambda parts, me: summed(parts).astype(DTYPE),
     ),
 }
+COLLECTIVES["two-shot, lanes"] = COLLECTIVES["two-shot"]
 
 
 def data(rank: int, n: int, call: int, wild: bool) -> Any:
@@ -99,9 +100,9 @@ def test_results_are_those_of_calls_that_are_not_recorded(collective: str, route
         # Some sums are in place.
         xs = [np.empty(n, DTYPE) for _ in range(2)]
         wanted = result([tensor(rank, n) for rank in range(2)], calls.rank)
-        in_place = collective in ("one-shot", "two-shot")
+        in_place = "shot" in collective
         outs = [xs[0] if in_place else np.empty_like(wanted), np.empty_like(wanted)]
-        for k in range(20):
+        for k in range(40):
             # Memory in pairs, each input with each result, and on rank 1 now and then other.
             x, out = xs[k // 2 % 2], outs[k % 2]
             if calls.rank == 1 and k in (7, 12):
@@ -115,7 +116,7 @@ def test_results_are_those_of_calls_that_are_not_recorded(collective: str, route
         assert recorder.records
         assert recorder.replays > recorder.records
 
-    run(2, route, task)
+    run(2, route, task, lanes="lanes" in collective)
 
 
 def test_places_of_graphs() -> None:
