@@ -59,6 +59,7 @@ CASES = (
     "all_to_all",
     "reduce_scatter",
     "one-shot",
+    "one-shot, lanes",
     "two-shot",
     "two-shot, lanes",
     "broadcast",

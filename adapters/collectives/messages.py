@@ -27,14 +27,12 @@ Phase: TypeAlias = tuple[int, int]
 _DYNAMIC_NBYTES = 1
 #: Of the first messages the dynamic part has this share of the tensor's bytes.
 _FIRST_SHARE = 1 / 16
-#: Messages that are remembered, at first and at most.
-_REMEMBERED, _MOST_REMEMBERED = 8, 1024
+#: Messages that are remembered.
+_REMEMBERED = 16
 #: Memory is made in multiples of this, and of its size in so many bits less one.
 _LEAST, _STEPS = 1 << 12, 3
-#: Spare capacity, as a share of what is needed.
-_SPARE = 0.25
-#: What of a tensor's bytes is saved by a smaller capacity, or it stays: it costs new memory.
-_SAVED = 1 / 64
+#: Spare capacity, as a share of what is needed, and how much may lie idle before it shrinks.
+_SPARE, _IDLE = 0.25, 3.0
 
 
 class Capacity:
@@ -49,13 +47,10 @@ class Capacity:
 
     def __init__(self, bound: int, raw_nbytes: int) -> None:
         self._bound = bound
-        self._worth = raw_nbytes * _SAVED
         #: Capacities are multiples of this, so that there are few plans.
         self._unit = align(max(1, bound // 128))
         self._needs: deque[int] = deque(maxlen=_REMEMBERED)
         self.nbytes = self._rounded(round(raw_nbytes * _FIRST_SHARE))
-        #: Whether it has become smaller.
-        self._shrunk = False
 
     def learn(self, need: int) -> None:
         """Note the most bytes that a message of one call needed.
@@ -65,15 +60,11 @@ class Capacity:
         """
         self._needs.append(need)
         most = max(self._needs)
-        target = self._rounded(round(most * (1 + 2 * _SPARE)))
-        if self._rounded(round(most * (1 + _SPARE))) > self.nbytes:
-            self.nbytes = target
-            if self._shrunk:
-                # It was too soon: data such as these come back.
-                longer = min(2 * (self._needs.maxlen or 0), _MOST_REMEMBERED)
-                self._needs, self._shrunk = deque(self._needs, longer), False
-        elif len(self._needs) == self._needs.maxlen and self.nbytes - target >= self._worth:
-            self.nbytes, self._shrunk = target, True
+        wanted = self._rounded(round(most * (1 + _SPARE)))
+        full = len(self._needs) == _REMEMBERED
+        # A new capacity costs new memory: it is one that holds for a while.
+        if wanted > self.nbytes or (full and wanted * _IDLE < self.nbytes):
+            self.nbytes = self._rounded(round(most * (1 + 2 * _SPARE)))
 
     def _rounded(self, nbytes: int) -> int:
         return min(self._bound, max(1, -(-nbytes // self._unit)) * self._unit)

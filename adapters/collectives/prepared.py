@@ -178,8 +178,8 @@ class PreparedCalls:
             like: As in ``all_gather``.
             wire: As in ``reduce_scatter``. Two-shot sums are rounded to it, one-shot ones are not.
             scale: As in ``reduce_scatter``.
-            algorithm: ``"two-shot"``, ``"one-shot"``, or None: one-shot for at most
-                ``ONE_SHOT_NBYTES`` bytes.
+            algorithm: ``"two-shot"``, ``"one-shot"``, or None: one-shot between two ranks, where
+                both send as many bytes, and for at most ``ONE_SHOT_NBYTES`` bytes.
 
         Raises:
             TypeError: If the dtype is not a float.
@@ -192,7 +192,8 @@ class PreparedCalls:
                 raise ValueError(f"algorithm is {algorithm!r}; allowed: {allowed}")
             likes = like if isinstance(like, (list, tuple)) else [like]
             small = sum(part_of(x).nbytes for x in likes) <= ONE_SHOT_NBYTES
-            one_shot = small if algorithm is None else algorithm == "one-shot"
+            few = small or self.world_size <= 2
+            one_shot = few if algorithm is None else algorithm == "one-shot"
             kind = OneShot if one_shot else AllReduce
             return kind(self, like, wire=wire, scale=scale)
 
@@ -247,19 +248,20 @@ class PreparedCalls:
     def recorder(self, like: Any) -> Recorder | None:
         """What records calls on the device of an array; None where they are queued anew each time.
 
+        All of a call is recorded as one where a graph can hold what the transport does.
+
         Args:
             like: The array.
         """
         if not tensors.is_cuda(like) or self.records.maxlen or self.codec.spec.draws:
             return None
-        if self.route.learns and not self.transport.capturable:
-            return None
         if self._recorder is None:
-            self._recorder = GraphRecorder(like.device)
+            whole = not self.route.learns or self.transport.capturable
+            self._recorder = GraphRecorder(like.device, whole=whole)
         return self._recorder
 
     def queue(self, like: Any, work: Callable[[], None], beside: bool) -> Callable[[], None]:
-        """Queue work, perhaps beside what is queued next.
+        """Queue work of the network, perhaps beside what is queued next.
 
         Args:
             like: An array of the device.
@@ -269,8 +271,12 @@ class PreparedCalls:
         Returns:
             What has the current stream wait for the work.
         """
-        if not beside or not tensors.is_cuda(like):
+        if not tensors.is_cuda(like):
             work()
+            return _nothing
+        queue = _run if self._recorder is None else self._recorder.queue
+        if not beside:
+            queue(work)
             return _nothing
         import torch
 
@@ -278,13 +284,19 @@ class PreparedCalls:
 
         if self._beside is None:
             self._beside = torch.cuda.Stream(like.device, FIRST)
-        side = self._beside
-        side.wait_stream(torch.cuda.current_stream(like.device))
-        with torch.cuda.stream(side):
-            work()
-            done = torch.cuda.Event()
-            done.record(side)
-        return lambda: torch.cuda.current_stream(like.device).wait_event(done)
+        side, done = self._beside, torch.cuda.Event()
+
+        def run() -> None:
+            side.wait_stream(torch.cuda.current_stream(like.device))
+            with torch.cuda.stream(side):
+                work()
+                done.record(side)
+
+        def wait() -> None:
+            torch.cuda.current_stream(like.device).wait_event(done)
+
+        queue(run)
+        return lambda: queue(wait)
 
     def exact(self) -> PreparedCalls:
         """Calls of the same ranks whose messages are not compressed.
@@ -369,3 +381,7 @@ class PreparedCalls:
 
 def _nothing() -> None:
     """Wait for what is done already."""
+
+
+def _run(work: Callable[[], None]) -> None:
+    work()

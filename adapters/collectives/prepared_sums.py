@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .prepared import PreparedCalls
 
 _FLOAT32 = BY_NAME["float32"]
-#: Two-shot sums over a network are made in lanes of so many bytes or more, at most so many. While
+#: All-reduces over a network are made in lanes of so many bytes or more, at most so many. While
 #: messages of one are exchanged another's are coded.
 LANE_NBYTES, MOST_LANES = 32 << 20, 4
 
@@ -81,6 +81,14 @@ class _Sums(Prepared):
     def _sent(self, part: int, values: Any) -> Any:
         """`values` of a part as they travel."""
         return tensors.cast(values, self._wires[part])
+
+    def _pieces(self) -> list[tuple[Bounds, ...]]:
+        """By lane, where the pieces of the parts begin and end."""
+        count = 1
+        if self._calls.route.learns:
+            nbytes = sum(part.nbytes for part in self._parts)
+            count = max(1, min(nbytes // LANE_NBYTES, MOST_LANES))
+        return list(zip(*(bounds_of(part.nelem, count) for part in self._parts), strict=True))
 
 
 class ReduceScatter(_Sums):
@@ -179,12 +187,18 @@ class OneShot(_Sums):
 
     def __init__(self, calls: PreparedCalls, like: Any, *, wire: Any, scale: float | None) -> None:
         super().__init__(calls, like, ", one-shot", wire, scale)
+        self._lanes = self._pieces()
         self._start()
 
     def _exchanges(self) -> list[Exchanged]:
-        rows = zip(self._parts, self._wires, strict=True)
-        shares = [Shares([part.nelem] * self._ranks, wire) for part, wire in rows]
-        return [Exchanged("gathered", shares)]
+        lanes = [
+            [
+                Shares([b - a] * self._ranks, wire)
+                for wire, (a, b) in zip(self._wires, lane, strict=True)
+            ]
+            for lane in self._lanes
+        ]
+        return [Exchanged("gathered", shares, lane=i) for i, shares in enumerate(lanes)]
 
     def _prepared_exactly(self, calls: PreparedCalls) -> Any:
         return OneShot(calls, self._alike(), wire=self._wire, scale=self._scale)
@@ -210,12 +224,20 @@ class OneShot(_Sums):
         xs, totals = self._flat(x, counts, "x"), self._flat(out, counts, "out")
 
         def body(slot: Slot, call: Call) -> None:
-            given = [Given(self._sent(part, v), 0, part) for part, v in enumerate(xs)]
-            self._encode(slot, call, 0, given)
-            self._exchange(slot, call, 0)
-            for part, (total, dtype) in enumerate(zip(totals, self._dtypes, strict=True)):
-                if total.shape[0]:
-                    self._sum(slot, call, 0, None, total, part=part, dtype=dtype, scale=self._scale)
+            gathered = []
+            for at, lane in enumerate(self._lanes):
+                pieces = [x[slice(*b)] for x, b in zip(xs, lane, strict=True)]
+                given = [Given(self._sent(part, v), 0, part) for part, v in enumerate(pieces)]
+                self._encode(slot, call, at, given)
+                beside = len(self._lanes) > 1
+                gathered.append(self._exchange(slot, call, at, beside=beside))
+            for at, (lane, arrived) in enumerate(zip(self._lanes, gathered, strict=True)):
+                arrived()
+                for part, (whole, b) in enumerate(zip(totals, lane, strict=True)):
+                    total = whole[slice(*b)]
+                    if total.shape[0]:
+                        options: Any = {"dtype": self._dtypes[part], "scale": self._scale}
+                        self._sum(slot, call, at, None, total, part=part, **options)
             call.raw_bytes += (self._ranks - 1) * sum(part.nbytes for part in self._parts)
 
         return body
@@ -242,14 +264,10 @@ class AllReduce(_Sums):
 
     def __init__(self, calls: PreparedCalls, like: Any, *, wire: Any, scale: float | None) -> None:
         super().__init__(calls, like, ", two-shot", wire, scale)
-        count = 1
-        if calls.route.learns:
-            nbytes = sum(part.nbytes for part in self._parts)
-            count = max(1, min(nbytes // LANE_NBYTES, MOST_LANES))
-        pieces = zip(*(bounds_of(part.nelem, count) for part in self._parts), strict=True)
+        pieces = self._pieces()
         self._lanes = [
-            _Lane(lane, count + lane, [bounds_of(b - a, self._ranks, a) for a, b in of_parts])
-            for lane, of_parts in enumerate(pieces)
+            _Lane(at, len(pieces) + at, [bounds_of(b - a, self._ranks, a) for a, b in piece])
+            for at, piece in enumerate(pieces)
         ]
         self._start()
 
@@ -322,7 +340,7 @@ class AllReduce(_Sums):
             if j != self._rank
         ]
         self._encode(slot, call, lane.swapped, given)
-        return self._begin_exchange(slot, call, lane.swapped, beside=len(self._lanes) > 1)
+        return self._exchange(slot, call, lane.swapped, beside=len(self._lanes) > 1)
 
     def _send_sums(
         self, slot: Slot, call: Call, lane: _Lane, own: Sequence[Any], totals: Sequence[Any]
@@ -334,7 +352,7 @@ class AllReduce(_Sums):
                 self._sum(slot, call, at, term, total, part=part, scale=scale, travels_on=True)
         given = [Given(total, 0, part) for part, total in enumerate(totals)]
         self._encode(slot, call, lane.gathered, given)
-        return self._begin_exchange(slot, call, lane.gathered, beside=len(self._lanes) > 1)
+        return self._exchange(slot, call, lane.gathered, beside=len(self._lanes) > 1)
 
     def _take_sums(self, slot: Slot, call: Call, lane: _Lane, wholes: Sequence[Any]) -> None:
         """Decode the sums; with a lossy codec also this rank's own, as the others have them."""

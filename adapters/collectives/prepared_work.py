@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -344,20 +345,21 @@ class Prepared(Judged):
             key=key,
         )
 
-    def _exchange(self, slot: Slot, call: Call, at: int, message: Any = None) -> None:
+    def _exchange(
+        self, slot: Slot, call: Call, at: int, message: Any = None, *, beside: bool = False
+    ) -> Callable[[], None]:
+        """Queue exchange `at`, perhaps beside what is queued next; what waits for it there."""
         exchange = slot.exchanges[at]
-        with call.stage("exchange"):
-            exchange.messages.exchange(*([] if message is None else [message]))
         # Peers read what there is of the dynamic part, and nobody knows here how much that is.
         layout, by_network = exchange.layouts[0], self._calls.route.learns
         nbytes = layout.nbytes if by_network else layout.certain_nbytes
         call.wire_bytes += exchange.sends(by_network) * nbytes
-
-    def _begin_exchange(
-        self, slot: Slot, call: Call, at: int, *, beside: bool
-    ) -> Callable[[], None]:
-        """Queue exchange `at`, perhaps beside what is queued next; what waits for it there."""
-        return self._calls.queue(self._like, lambda: self._exchange(slot, call, at), beside)
+        given = [] if message is None else [message]
+        # Where stages are timed they follow each other.
+        beside = beside and call.events is None
+        with call.stage("exchange"):
+            move = functools.partial(exchange.messages.exchange, *given)
+            return self._calls.queue(self._like, move, beside)
 
     def _decode(self, slot: Slot, call: Call, at: int, outs: Sequence[Any]) -> None:
         """Decode what exchange `at` received into `outs`, one for each buffer; None: not wanted."""

@@ -1,8 +1,9 @@
-"""What prepared calls queue on a GPU, recorded: a call of the same memory is one launch then.
+"""What prepared calls queue on a GPU, recorded: a call of the same memory is few launches then.
 
 Frameworks call a collective with the same memory again and again: buckets stay where they are, and
 an allocator hands out the same blocks step by step. What such calls queue is the same each time. A
-CUDA graph has it, and the host only launches that.
+CUDA graph has it, and the host only launches that. Where a graph cannot hold the network's calls
+there is one for what comes before each of them, and one for what follows.
 """
 
 from __future__ import annotations
@@ -43,15 +44,19 @@ class Recorder(Protocol):
     def record(self, queue: Callable[[], object]) -> Callable[[], None]:
         """Have `queue` queue its work nowhere; what queues it, any number of times."""
 
+    def queue(self, work: Callable[[], None]) -> None:
+        """Queue work of the network; while something is recorded that is part of it."""
+
 
 class GraphRecorder:
     """Records as CUDA graphs.
 
     Args:
         device: The GPU, of PyTorch.
+        whole: Whether graphs can hold the work of the network.
     """
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Any, *, whole: bool) -> None:
         import torch
 
         from .side_stream import FIRST
@@ -62,6 +67,12 @@ class GraphRecorder:
         #: Memory that graphs share. PyTorch drops it with the last of them.
         self._pool: Any = None
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._whole = whole
+        #: PyTorch warns of graphs without work: each part begins with some.
+        self._word: Any = None if whole else torch.zeros(1, device=device)
+        #: What is being recorded, and the graph that is not at its end.
+        self._parts: list[Callable[[], None]] | None = None
+        self._graph: Any = None
 
     def place(self, *arrays: Any) -> Hashable | None:
         """See ``Recorder``: addresses, sizes and dtypes."""
@@ -74,24 +85,51 @@ class GraphRecorder:
 
     def record(self, queue: Callable[[], object]) -> Callable[[], None]:
         """See ``Recorder``."""
-        cuda = self._torch.cuda
         if not self._graphs:
-            self._pool = cuda.graph_pool_handle()
-        graph = cuda.CUDAGraph()
-        with cuda.stream(self._stream), _no_collection():
-            # Other threads go on using the GPU.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                queue()
-            except BaseException:
-                # What ends here says only that something was wrong.
-                with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        self._graphs.add(graph)
-        replay: Callable[[], None] = graph.replay
-        return replay
+            self._pool = self._torch.cuda.graph_pool_handle()
+        parts: list[Callable[[], None]] = []
+        self._parts = parts
+        try:
+            with self._torch.cuda.stream(self._stream), _no_collection():
+                self._begin()
+                try:
+                    queue()
+                except BaseException:
+                    # What ends here says only that something was wrong.
+                    with contextlib.suppress(RuntimeError):
+                        self._end()
+                    raise
+                self._end()
+        finally:
+            self._parts = None
+        return parts[0] if len(parts) == 1 else lambda: _run(parts)
+
+    def queue(self, work: Callable[[], None]) -> None:
+        """See ``Recorder``."""
+        if self._parts is None or self._whole:
+            work()
+            return
+        self._end()
+        self._parts.append(work)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._graph = self._torch.cuda.CUDAGraph()
+        # Other threads go on using the GPU.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        if self._word is not None:
+            self._word.zero_()
+
+    def _end(self) -> None:
+        assert self._parts is not None
+        self._graph.capture_end()
+        self._graphs.add(self._graph)
+        self._parts.append(self._graph.replay)
+
+
+def _run(parts: list[Callable[[], None]]) -> None:
+    for part in parts:
+        part()
 
 
 class Recordings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ pytest.importorskip("triton")
 if not dist.is_available():
     pytest.skip("PyTorch was built without torch.distributed", allow_module_level=True)
 
+from tightwire.adapters.collectives import prepared_sums  # noqa: E402
 from tightwire.adapters.collectives.prepared import PreparedCalls  # noqa: E402
 from tightwire.adapters.transports.torch_dist import TorchDist  # noqa: E402
 
@@ -27,16 +29,20 @@ os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 CODECS = ("zipccl", "mx", "taco", "nvfp4", "raw")
 ROUTES = ("peers", "network")
 COUNTS = (1, 4099, 1 << 20)
+#: Of lanes here, so that small sums are made in some.
+LANE_NBYTES = 64 << 10
 #: What a task tries one after the other.
-DONE = {"everything": 2 * len(CODECS), "graphs": len(CODECS), "recorded": 4}
+DONE = {"everything": 2 * len(CODECS), "graphs": len(CODECS), "recorded": 4, "in_parts": 2}
 
 
-def make(device: Any, route: str, **options: Any) -> PreparedCalls:
-    """Calls of all ranks."""
+def make(device: Any, route: str, *, whole: bool = True, **options: Any) -> PreparedCalls:
+    """Calls of all ranks; without `whole` graphs of recorded calls hold none of NCCL's."""
     from tightwire.adapters.transports.symmetric import SymmetricMemory
 
     peers = SymmetricMemory(None, device, timeout=60) if route == "peers" else None
-    return PreparedCalls(TorchDist(dist.group.WORLD, device), peers=peers, **options)
+    transport = TorchDist(dist.group.WORLD, device)
+    transport.capturable = transport.capturable and whole
+    return PreparedCalls(transport, peers=peers, **options)
 
 
 def tensor(device: Any, n: int, call: int = 0, wild: bool = False) -> Any:
@@ -78,6 +84,8 @@ def everything(device: Any) -> list[str]:
     """Every collective, codec, route and size, several calls, some of data that do not compress."""
     done = []
     rank, world = dist.get_rank(), dist.get_world_size()
+    # The process is this test's alone.
+    prepared_sums.LANE_NBYTES = LANE_NBYTES
     for route in ROUTES:
         for codec in CODECS:
             calls = make(device, route, codec=codec)
@@ -162,26 +170,36 @@ def graphs(device: Any) -> list[str]:
 
 def recorded(device: Any) -> list[str]:
     """Calls of the same memory are recorded; results are those of calls that are not."""
+    return recordings(device, ROUTES, whole=True)
+
+
+def in_parts(device: Any) -> list[str]:
+    """The same, where graphs hold no calls of NCCL's."""
+    return recordings(device, ["network"], whole=False)
+
+
+def recordings(device: Any, routes: Sequence[str], *, whole: bool) -> list[str]:
     done = []
     n, rank, world = 1 << 18, dist.get_rank(), dist.get_world_size()
+    prepared_sums.LANE_NBYTES = LANE_NBYTES
     mine = slice(rank * n, (rank + 1) * n)
-    for route in ROUTES:
+    for route in routes:
         for codec in ("zipccl", "raw"):
-            calls = make(device, route, codec=codec)
-            whole = tensor(device, world * n)
+            calls = make(device, route, whole=whole, codec=codec)
+            big = tensor(device, world * n)
             prepared: dict[str, Any] = {
                 "gather": calls.all_gather(tensor(device, n)),
-                "swap": calls.all_to_all(whole),
-                "scatter": calls.reduce_scatter(whole, scale=0.5),
+                "swap": calls.all_to_all(big),
+                "scatter": calls.reduce_scatter(big, scale=0.5),
                 "one": calls.all_reduce(tensor(device, n), algorithm="one-shot"),
                 "two": calls.all_reduce(tensor(device, n), algorithm="two-shot"),
             }
             xs = {
-                name: torch.empty_like(whole if name in ("swap", "scatter") else whole[mine])
+                name: torch.empty_like(big if name in ("swap", "scatter") else big[mine])
                 for name in prepared
             }
             outs = {
-                name: torch.empty_like(whole if name in ("gather", "swap") else whole[mine])
+                name: torch.empty_like(big if name in ("gather", "swap") else big[mine])
                 for name in prepared
             }
             # Sums in place, whose terms are read once more if a message did not fit.
@@ -251,7 +269,7 @@ def late(device: Any) -> float:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("task", ["everything", "graphs", "recorded", "late"])
+@pytest.mark.parametrize("task", ["everything", "graphs", "recorded", "in_parts", "late"])
 def test_on_two_gpus(task: str, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")

@@ -78,14 +78,15 @@ def befall(call: Any, stage: str, fault: str) -> None:
             strike(fault)
         encode(*arguments)
 
-    def exchanges(*arguments: Any) -> None:
+    def exchanges(*arguments: Any, **options: Any) -> Callable[[], None]:
         if stage == "before network":
             strike(fault)
         if stage == "while waiting":
             strike_soon(fault)
-        exchange(*arguments)
+        arrived: Callable[[], None] = exchange(*arguments, **options)
         if stage == "before decode":
             strike(fault)
+        return arrived
 
     call._encode, call._exchange = encodes, exchanges
 

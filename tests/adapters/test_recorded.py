@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Hashable
@@ -38,6 +39,9 @@ class Recorder:
             queue()
 
         return replay
+
+    def queue(self, work: Callable[[], None]) -> None:
+        work()
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +81,7 @@ COLLECTIVES: dict[str, tuple[Callable[[PreparedCalls], Any], Callable[..., Any]]
         lambda parts, me: summed(parts).astype(DTYPE),
     ),
 }
-COLLECTIVES["two-shot, lanes"] = COLLECTIVES["two-shot"]
+COLLECTIVES |= {f"{case}, lanes": COLLECTIVES[case] for case in ("one-shot", "two-shot")}
 
 
 def data(rank: int, n: int, call: int, wild: bool) -> Any:
@@ -131,6 +135,78 @@ def test_places_of_graphs() -> None:
     assert all(recorder.place(*other) not in (place, None) for other in others)
     strange = [(x[::2], y), (x, torch.nn.Parameter(y)), (np.zeros(8), y)]
     assert [recorder.place(*other) for other in strange] == [None] * 3
+
+
+class Graphs:
+    """Takes the part of PyTorch: notes what is captured, queued and replayed."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+        self.cuda = self
+        self.made = 0
+
+    def stream(self, stream: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def graph_pool_handle(self) -> int:
+        return 1
+
+    def CUDAGraph(self) -> Any:
+        return Graph(self)
+
+
+class Graph:
+    """Of ``Graphs``."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        self._noted, self._number = graphs.noted, graphs.made
+        graphs.made += 1
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        self._noted.append(f"begin {self._number}")
+
+    def capture_end(self) -> None:
+        self._noted.append(f"end {self._number}")
+
+    def replay(self) -> None:
+        self._noted.append(f"replay {self._number}")
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_graphs_cannot_hold_is_queued_anew(whole: bool) -> None:
+    graphs = Graphs()
+    recorder: Any = object.__new__(GraphRecorder)
+    vars(recorder).update(_torch=graphs, _stream=None, _pool=None, _whole=whole, _word=None)
+    vars(recorder).update(_graphs=weakref.WeakSet(), _parts=None, _graph=None)
+    noted = graphs.noted
+
+    def queue() -> None:
+        noted.append("encode")
+        recorder.queue(lambda: noted.append("exchange"))
+        noted.append("decode")
+
+    replay = recorder.record(queue)
+    if whole:
+        assert noted == ["begin 0", "encode", "exchange", "decode", "end 0"]
+    else:
+        assert noted == ["begin 0", "encode", "end 0", "begin 1", "decode", "end 1"]
+    for _ in range(2):
+        noted.clear()
+        replay()
+        assert noted == (["replay 0"] if whole else ["replay 0", "exchange", "replay 1"])
+    noted.clear()
+    # Outside of a recording it is queued at once, also after one that failed.
+    recorder.queue(lambda: noted.append("exchange"))
+
+    def fails() -> None:
+        queue()
+        raise ValueError("out of memory")
+
+    with pytest.raises(ValueError, match="out of memory"):
+        recorder.record(fails)
+    assert noted[-1].startswith("end")
+    recorder.queue(lambda: noted.append("exchange"))
+    assert noted[0] == noted[-1] == "exchange"
 
 
 def test_recordings_end(monkeypatch: pytest.MonkeyPatch) -> None:
