@@ -101,7 +101,8 @@ class GraphRecorder:
                     raise
                 self._end()
         finally:
-            self._parts = None
+            # A graph that nobody else has would take the pool with it when the next one begins.
+            self._parts = self._graph = None
         return parts[0] if len(parts) == 1 else lambda: _run(parts)
 
     def queue(self, work: Callable[[], None]) -> None:

@@ -205,6 +205,10 @@ def test_what_graphs_cannot_hold_is_queued_anew(whole: bool) -> None:
     with pytest.raises(ValueError, match="out of memory"):
         recorder.record(fails)
     assert noted[-1].startswith("end")
+    # No graph outlives what was recorded: the last one ends the pool.
+    del replay
+    gc.collect()
+    assert not recorder._graphs
     recorder.queue(lambda: noted.append("exchange"))
     assert noted[0] == noted[-1] == "exchange"
 
