@@ -162,6 +162,9 @@ class Route(Protocol):
     def spread(self, nbytes: int, like: Any, phase: Phase, root: int) -> Messages:
         """Memory for messages of rank `root` to all, as many as ranks; see ``gathered``."""
 
+    def trim(self) -> None:
+        """Have calls share as much memory as those need that are still made, if it can change."""
+
 
 class Block:
     """Memory that calls share.
@@ -237,6 +240,12 @@ class NetworkRoute:
 
         return Messages(rows, _rows(received, nbytes), exchange, blocks=(to, of))
 
+    def trim(self) -> None:
+        """See ``Route``."""
+        for block in self._blocks.values():
+            block.current = False
+        self._blocks.clear()
+
     def _part(self, nbytes: int, like: Any, phase: Phase, purpose: str) -> tuple[Any, Block]:
         """So many bytes, and what they are part of."""
         block = self._block(nbytes, like, phase, purpose)
@@ -286,6 +295,9 @@ class PeerRoute:
         region = self._every(nbytes, phase)
         mine, received = (self._sent(region, r, nbytes) for r in (self._peers.rank, root))
         return Messages(mine, received, region.barrier, late=region.late())
+
+    def trim(self) -> None:
+        """See ``Route``; ranks make and drop such memory together, so it stays."""
 
     def _every(self, nbytes: int, phase: Phase) -> Region:
         """Memory for messages to all ranks."""

@@ -4,7 +4,7 @@
 """
 
 # DDP compares the annotations of a hook, which must therefore not be strings.
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,8 @@ class PreparedDdpHook(PreparedHook, Closing):
         self._group = group
         self._stream = SideStream()
         self._sent: list[_Sent] = []
+        #: Of this step.
+        self._used: set[Hashable] = set()
         # DistributedDataParallel asks for what copies gradients out of buckets later, with the last
         # bucket, unless its graph is static.
         self._end = EndOfBackward(self._judge)
@@ -72,7 +74,11 @@ class PreparedDdpHook(PreparedHook, Closing):
 
         def call() -> None:
             group = self._group
-            self._repeats(group, bucket.index())
+            if self._repeats(group, bucket.index()):
+                # DistributedDataParallel makes other buckets after the first step.
+                self._keep_only(self._used)
+                self._used.clear()
+            self._used.add((group, *key))
             reduce = self._get(group, key, lambda calls: calls.all_reduce(x, scale=scale))
             # Measured on copies: sums of sums would grow.
             if self._native(group, key, lambda: self._mean(x.clone()), ours, x):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -160,13 +160,21 @@ class PreparedHook:
         found = self._prepared[(group, *key)] = make(calls)
         return found
 
-    def _repeats(self, group: Any, what: Hashable) -> None:
+    def _repeats(self, group: Any, what: Hashable) -> bool:
         """Say what a call is about that is made once a step. With the first of them a step begins.
 
-        All ranks say the same of their calls.
+        All ranks say the same of their calls. True if a step begins that is not the first.
         """
-        if self._first.setdefault(group, what) == what and group in self._calls:
+        begins = self._first.setdefault(group, what) == what and group in self._calls
+        if begins:
             self._calls[group].restart()
+        return begins
+
+    def _keep_only(self, used: Container[Hashable]) -> None:
+        """Drop what is prepared under other keys, groups first, and the memory that it shared."""
+        for whole in [whole for whole in self._prepared if whole not in used]:
+            self._prepared.pop(whole).rest()
+            self._calls[whole[0]].route.trim()
 
     def _native(
         self,

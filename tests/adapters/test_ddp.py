@@ -154,6 +154,8 @@ def train(device: Any, setup: str, pattern: str | None = None) -> dict[str, Any]
     if pattern is not None:
         assert state.wire_bytes > 0
         assert not state._sent
+        # Buckets of the first step were others.
+        assert setup != "plain" or set(state._prepared) == state._used
         state.close()
         return {}
     records = state.comm.trace()

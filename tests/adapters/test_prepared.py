@@ -454,6 +454,44 @@ def test_calls_of_many_sizes_share_memory(route: str) -> None:
     run(2, route, task)
 
 
+def test_memory_of_large_calls_that_are_over_is_given_back() -> None:
+    large, small = 200_000, 3000
+
+    def task(calls: PreparedCalls) -> None:
+        first, then = (calls.all_reduce(tensor(0, n), algorithm="two-shot") for n in (large, small))
+        out, total = np.empty(large, DTYPE), np.empty(small, DTYPE)
+        for _ in range(2):
+            first(tensor(calls.rank, large), out).wait()
+            then(tensor(calls.rank, small), total).wait()
+        route = calls.route
+        assert isinstance(route, NetworkRoute)
+
+        def held() -> int:
+            gc.collect()
+            return sum(block.memory.nbytes for block in route._blocks.values())
+
+        assert held() > large
+        first.rest()
+        del first
+        assert held() > large
+        # A work that nobody has waited for has its own.
+        work = then(tensor(calls.rank, small, 1), total)
+        route.trim()
+        for k in range(2, 5):
+            other = np.empty(small, DTYPE)
+            then(tensor(calls.rank, small, k), other).wait()
+            assert same(other, both(small, k))
+        work.wait()
+        assert same(total, both(small, 1))
+        assert 0 < held() < 20 * small
+
+    def both(n: int, k: int) -> Any:
+        parts = [tensor(rank, n, k).astype(np.float32) for rank in range(2)]
+        return (parts[0] + parts[1]).astype(DTYPE)
+
+    run(2, "network", task)
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_calls_at_rest_have_no_memory(route: str) -> None:
     """Except for works that somebody waits for."""
