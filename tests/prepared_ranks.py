@@ -17,8 +17,8 @@ from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 
 ROUTES = ("network", "peers")
 DTYPE = ml_dtypes.bfloat16
-#: Of lanes in tests: tensors of 5,000 elements have three.
-LANE_NBYTES = 3 << 10
+#: Of pieces in tests: tensors of 5,000 elements have three.
+PIECE_NBYTES = 3 << 10
 
 
 def run(
@@ -27,18 +27,18 @@ def run(
     task: Callable[[PreparedCalls], Any],
     timeout: float = 20,
     *,
-    lanes: bool = False,
+    pieces: bool = False,
     **options: Any,
 ) -> list[Any]:
-    """`task` on every rank of a group of threads; with `lanes` small sums are made in some."""
+    """`task` on every rank of a group of threads; with `pieces` small sums are made in some."""
     memory = connect_threads(world, timeout)
 
     def one(transport: ThreadTransport) -> Any:
         peers = memory[transport.rank] if route == "peers" else None
         return task(PreparedCalls(transport, peers=peers, **options))
 
-    least = LANE_NBYTES if lanes else prepared_sums.LANE_NBYTES
-    with unittest.mock.patch.object(prepared_sums, "LANE_NBYTES", least):
+    least = PIECE_NBYTES if pieces else prepared_sums.PIECE_NBYTES
+    with unittest.mock.patch.object(prepared_sums, "PIECE_NBYTES", least):
         return run_ranks(world, one, timeout)
 
 
@@ -59,9 +59,9 @@ CASES = (
     "all_to_all",
     "reduce_scatter",
     "one-shot",
-    "one-shot, lanes",
+    "one-shot, pieces",
     "two-shot",
-    "two-shot, lanes",
+    "two-shot, pieces",
     "broadcast",
 )
 

@@ -66,14 +66,14 @@ class Exchanged(NamedTuple):
             each; ``"spread"``: a root has as many as there are ranks, which all get.
         parts: What there is of each part.
         root: The root of messages that are spread.
-        lane: Exchanges of one kind that run side by side have different ones, and memory of their
+        piece: Exchanges of one kind that run side by side have different ones, and memory of their
             own.
     """
 
     kind: Literal["gathered", "swapped", "spread"]
     parts: list[Shares]
     root: int = 0
-    lane: int = 0
+    piece: int = 0
 
 
 class Given(NamedTuple):

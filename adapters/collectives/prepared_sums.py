@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from .prepared import PreparedCalls
 
 _FLOAT32 = BY_NAME["float32"]
-#: All-reduces over a network are made in lanes of so many bytes or more, at most so many. While
+#: All-reduces over a network are made in pieces of so many bytes or more, at most so many. While
 #: messages of one are exchanged another's are coded.
-LANE_NBYTES, MOST_LANES = 32 << 20, 4
+PIECE_NBYTES, MOST_PIECES = 32 << 20, 4
 
 
 class _Sums(Prepared):
@@ -82,12 +82,12 @@ class _Sums(Prepared):
         """`values` of a part as they travel."""
         return tensors.cast(values, self._wires[part])
 
-    def _pieces(self) -> list[tuple[Bounds, ...]]:
-        """By lane, where the pieces of the parts begin and end."""
+    def _cut(self) -> list[tuple[Bounds, ...]]:
+        """By piece, where the pieces of the parts begin and end."""
         count = 1
         if self._calls.route.learns:
             nbytes = sum(part.nbytes for part in self._parts)
-            count = max(1, min(nbytes // LANE_NBYTES, MOST_LANES))
+            count = max(1, min(nbytes // PIECE_NBYTES, MOST_PIECES))
         return list(zip(*(bounds_of(part.nelem, count) for part in self._parts), strict=True))
 
 
@@ -187,18 +187,18 @@ class OneShot(_Sums):
 
     def __init__(self, calls: PreparedCalls, like: Any, *, wire: Any, scale: float | None) -> None:
         super().__init__(calls, like, ", one-shot", wire, scale)
-        self._lanes = self._pieces()
+        self._pieces = self._cut()
         self._start()
 
     def _exchanges(self) -> list[Exchanged]:
-        lanes = [
+        pieces = [
             [
                 Shares([b - a] * self._ranks, wire)
-                for wire, (a, b) in zip(self._wires, lane, strict=True)
+                for wire, (a, b) in zip(self._wires, piece, strict=True)
             ]
-            for lane in self._lanes
+            for piece in self._pieces
         ]
-        return [Exchanged("gathered", shares, lane=i) for i, shares in enumerate(lanes)]
+        return [Exchanged("gathered", shares, piece=i) for i, shares in enumerate(pieces)]
 
     def _prepared_exactly(self, calls: PreparedCalls) -> Any:
         return OneShot(calls, self._alike(), wire=self._wire, scale=self._scale)
@@ -225,15 +225,15 @@ class OneShot(_Sums):
 
         def body(slot: Slot, call: Call) -> None:
             gathered = []
-            for at, lane in enumerate(self._lanes):
-                pieces = [x[slice(*b)] for x, b in zip(xs, lane, strict=True)]
-                given = [Given(self._sent(part, v), 0, part) for part, v in enumerate(pieces)]
+            for at, piece in enumerate(self._pieces):
+                values = [x[slice(*b)] for x, b in zip(xs, piece, strict=True)]
+                given = [Given(self._sent(part, v), 0, part) for part, v in enumerate(values)]
                 self._encode(slot, call, at, given)
-                beside = len(self._lanes) > 1
+                beside = len(self._pieces) > 1
                 gathered.append(self._exchange(slot, call, at, beside=beside))
-            for at, (lane, arrived) in enumerate(zip(self._lanes, gathered, strict=True)):
+            for at, (piece, arrived) in enumerate(zip(self._pieces, gathered, strict=True)):
                 arrived()
-                for part, (whole, b) in enumerate(zip(totals, lane, strict=True)):
+                for part, (whole, b) in enumerate(zip(totals, piece, strict=True)):
                     total = whole[slice(*b)]
                     if total.shape[0]:
                         options: Any = {"dtype": self._dtypes[part], "scale": self._scale}
@@ -243,7 +243,7 @@ class OneShot(_Sums):
         return body
 
 
-class _Lane(NamedTuple):
+class _Piece(NamedTuple):
     """A piece of an all-reduce that is summed beside the others.
 
     Attributes:
@@ -264,20 +264,20 @@ class AllReduce(_Sums):
 
     def __init__(self, calls: PreparedCalls, like: Any, *, wire: Any, scale: float | None) -> None:
         super().__init__(calls, like, ", two-shot", wire, scale)
-        pieces = self._pieces()
-        self._lanes = [
-            _Lane(at, len(pieces) + at, [bounds_of(b - a, self._ranks, a) for a, b in piece])
-            for at, piece in enumerate(pieces)
+        cut = self._cut()
+        self._pieces = [
+            _Piece(at, len(cut) + at, [bounds_of(b - a, self._ranks, a) for a, b in parts])
+            for at, parts in enumerate(cut)
         ]
         self._start()
 
     def _exchanges(self) -> list[Exchanged]:
-        lanes = [
-            [Shares(lengths(b), wire) for wire, b in zip(self._wires, lane.bounds, strict=True)]
-            for lane in self._lanes
+        pieces = [
+            [Shares(lengths(b), wire) for wire, b in zip(self._wires, piece.bounds, strict=True)]
+            for piece in self._pieces
         ]
         kinds: tuple[Literal["swapped"], Literal["gathered"]] = ("swapped", "gathered")
-        return [Exchanged(k, shares, lane=i) for k in kinds for i, shares in enumerate(lanes)]
+        return [Exchanged(k, shares, piece=i) for k in kinds for i, shares in enumerate(pieces)]
 
     def _prepared_exactly(self, calls: PreparedCalls) -> Any:
         return AllReduce(calls, self._alike(), wire=self._wire, scale=self._scale)
@@ -307,16 +307,16 @@ class AllReduce(_Sums):
                 whole if dtype is None else tensors.empty(whole.shape, wire, whole)
                 for whole, dtype, wire in zip(outs, self._dtypes, self._wires, strict=True)
             ]
-            swapped = [self._send_terms(slot, call, lane, xs) for lane in self._lanes]
+            swapped = [self._send_terms(slot, call, piece, xs) for piece in self._pieces]
             # Own terms are read while sums are written.
-            owns = [_kept(self._own(lane, xs), outs) for lane in self._lanes]
+            owns = [_kept(self._own(piece, xs), outs) for piece in self._pieces]
             gathered = []
-            for lane, own, arrived in zip(self._lanes, owns, swapped, strict=True):
+            for piece, own, arrived in zip(self._pieces, owns, swapped, strict=True):
                 arrived()
-                gathered.append(self._send_sums(slot, call, lane, own, self._own(lane, wholes)))
-            for lane, arrived in zip(self._lanes, gathered, strict=True):
+                gathered.append(self._send_sums(slot, call, piece, own, self._own(piece, wholes)))
+            for piece, arrived in zip(self._pieces, gathered, strict=True):
                 arrived()
-                self._take_sums(slot, call, lane, wholes)
+                self._take_sums(slot, call, piece, wholes)
             for whole, result in zip(wholes, outs, strict=True):
                 if whole is not result:
                     tensors.put(result, whole)
@@ -325,42 +325,42 @@ class AllReduce(_Sums):
 
         return body
 
-    def _own(self, lane: _Lane, values: Sequence[Any]) -> list[Any]:
+    def _own(self, piece: _Piece, values: Sequence[Any]) -> list[Any]:
         """This rank's shares."""
-        return [v[slice(*b[self._rank])] for v, b in zip(values, lane.bounds, strict=True)]
+        return [v[slice(*b[self._rank])] for v, b in zip(values, piece.bounds, strict=True)]
 
     def _send_terms(
-        self, slot: Slot, call: Call, lane: _Lane, xs: Sequence[Any]
+        self, slot: Slot, call: Call, piece: _Piece, xs: Sequence[Any]
     ) -> Callable[[], None]:
         """Encode the terms of other ranks' sums, and send them; what waits for theirs."""
         given = [
             Given(self._sent(part, share), j, part)
-            for part, (x, bounds) in enumerate(zip(xs, lane.bounds, strict=True))
+            for part, (x, bounds) in enumerate(zip(xs, piece.bounds, strict=True))
             for j, share in enumerate(shares_of(x, bounds))
             if j != self._rank
         ]
-        self._encode(slot, call, lane.swapped, given)
-        return self._exchange(slot, call, lane.swapped, beside=len(self._lanes) > 1)
+        self._encode(slot, call, piece.swapped, given)
+        return self._exchange(slot, call, piece.swapped, beside=len(self._pieces) > 1)
 
     def _send_sums(
-        self, slot: Slot, call: Call, lane: _Lane, own: Sequence[Any], totals: Sequence[Any]
+        self, slot: Slot, call: Call, piece: _Piece, own: Sequence[Any], totals: Sequence[Any]
     ) -> Callable[[], None]:
         """Add up, into `totals`, and send the sums; what waits for those of other ranks."""
-        at, scale = lane.swapped, self._scale
+        at, scale = piece.swapped, self._scale
         for part, (term, total) in enumerate(zip(own, totals, strict=True)):
             if term.shape[0]:
                 self._sum(slot, call, at, term, total, part=part, scale=scale, travels_on=True)
         given = [Given(total, 0, part) for part, total in enumerate(totals)]
-        self._encode(slot, call, lane.gathered, given)
-        return self._exchange(slot, call, lane.gathered, beside=len(self._lanes) > 1)
+        self._encode(slot, call, piece.gathered, given)
+        return self._exchange(slot, call, piece.gathered, beside=len(self._pieces) > 1)
 
-    def _take_sums(self, slot: Slot, call: Call, lane: _Lane, wholes: Sequence[Any]) -> None:
+    def _take_sums(self, slot: Slot, call: Call, piece: _Piece, wholes: Sequence[Any]) -> None:
         """Decode the sums; with a lossy codec also this rank's own, as the others have them."""
-        rows = [shares_of(whole, b) for whole, b in zip(wholes, lane.bounds, strict=True)]
+        rows = [shares_of(whole, b) for whole, b in zip(wholes, piece.bounds, strict=True)]
         keeps = self._calls.codec.lossless
         ranks = range(self._ranks)
         wanted = [None if i == self._rank and keeps else row[i] for i in ranks for row in rows]
-        self._decode(slot, call, lane.gathered, wanted)
+        self._decode(slot, call, piece.gathered, wanted)
 
 
 def _wire_of(part: Part, wire: Any) -> DType:

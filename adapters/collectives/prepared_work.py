@@ -207,7 +207,7 @@ class Prepared(Judged):
         plans: list[Plan] = []
         for what in self._exchanges():
             layouts = self._layouts(what)
-            messages = self._messages(what, layouts[0].nbytes, (slot.phase, what.lane))
+            messages = self._messages(what, layouts[0].nbytes, (slot.phase, what.piece))
             slot.exchanges.append(Exchange(what, layouts, messages, self._rank, self._ranks))
             for layout in layouts:
                 plans += layout.plans

@@ -29,8 +29,8 @@ os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 CODECS = ("zipccl", "mx", "taco", "nvfp4", "raw")
 ROUTES = ("peers", "network")
 COUNTS = (1, 4099, 1 << 20)
-#: Of lanes here, so that small sums are made in some.
-LANE_NBYTES = 64 << 10
+#: Of pieces here, so that small sums are made in some.
+PIECE_NBYTES = 64 << 10
 #: What a task tries one after the other.
 DONE = {"everything": 2 * len(CODECS), "graphs": len(CODECS), "recorded": 4, "in_parts": 2}
 
@@ -85,7 +85,7 @@ def everything(device: Any) -> list[str]:
     done = []
     rank, world = dist.get_rank(), dist.get_world_size()
     # The process is this test's alone.
-    prepared_sums.LANE_NBYTES = LANE_NBYTES
+    prepared_sums.PIECE_NBYTES = PIECE_NBYTES
     for route in ROUTES:
         for codec in CODECS:
             calls = make(device, route, codec=codec)
@@ -181,7 +181,7 @@ def in_parts(device: Any) -> list[str]:
 def recordings(device: Any, routes: Sequence[str], *, whole: bool) -> list[str]:
     done = []
     n, rank, world = 1 << 18, dist.get_rank(), dist.get_world_size()
-    prepared_sums.LANE_NBYTES = LANE_NBYTES
+    prepared_sums.PIECE_NBYTES = PIECE_NBYTES
     mine = slice(rank * n, (rank + 1) * n)
     for route in routes:
         for codec in ("zipccl", "raw"):

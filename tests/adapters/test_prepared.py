@@ -17,7 +17,7 @@ from tightwire.adapters.collectives import tensors
 from tightwire.adapters.collectives.faster import Faster
 from tightwire.adapters.collectives.messages import Capacity, NetworkRoute, PeerRoute
 from tightwire.adapters.collectives.prepared import PreparedCalls
-from tightwire.adapters.collectives.prepared_sums import MOST_LANES
+from tightwire.adapters.collectives.prepared_sums import MOST_PIECES
 from tightwire.adapters.collectives.prepared_work import Work
 from tightwire.adapters.collectives.running import running_calls
 from tightwire.adapters.errors import CollectiveError
@@ -124,12 +124,12 @@ def test_all_reduce(route: str, world: int, case: str, n: int, in_place: bool) -
         x = tensor(calls.rank, n)
         out = x if in_place else np.full(n, np.nan, DTYPE)
         reduce = prepare(calls, case, x)
-        if "lanes" in case and n > 500:
-            assert len(reduce._lanes) == (MOST_LANES if route == "network" else 1)
+        if "pieces" in case and n > 500:
+            assert len(reduce._pieces) == (MOST_PIECES if route == "network" else 1)
         reduce(x, out).wait()
         assert same(out, summed(world, n).astype(DTYPE))
 
-    run(world, route, task, lanes="lanes" in case)
+    run(world, route, task, pieces="pieces" in case)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -141,7 +141,7 @@ def test_ranks_get_the_same_lossy_sums(route: str, case: str, codec: str) -> Non
         prepare(calls, case, x)(x, out).wait()
         return out
 
-    sums = run(3, route, task, codec=codec, lanes="lanes" in case)
+    sums = run(3, route, task, codec=codec, pieces="pieces" in case)
     assert same(sums[0], sums[1])
     assert same(sums[0], sums[2])
     exact = summed(3, 9000)
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_sent_again(
             outs.append(out)
         return outs
 
-    small, large = run(world, "network", task, lanes="lanes" in case), run(world, "peers", task)
+    small, large = run(world, "network", task, pieces="pieces" in case), run(world, "peers", task)
     for found, wanted in zip(small, large, strict=True):
         assert all(same(x, y) for x, y in zip(found, wanted, strict=True))
 
@@ -235,8 +235,8 @@ def lists(rank: int, call: int, wild: bool = False) -> list[Any]:
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     ("case", "codec"),
-    # Lanes of a list are others, and so are the terms that a rank has as they are.
-    [(c, k) for c in CASES for k in ("zipccl", "mx") if k == "zipccl" or "lanes" not in c],
+    # Pieces of a list are others, and so are the terms that a rank has as they are.
+    [(c, k) for c in CASES for k in ("zipccl", "mx") if k == "zipccl" or "pieces" not in c],
 )
 def test_a_list_is_one_call_and_gives_what_single_calls_give(
     route: str, case: str, codec: str
@@ -257,7 +257,7 @@ def test_a_list_is_one_call_and_gives_what_single_calls_give(
             assert all(same(x, y) for x, y in zip(outs, wanted, strict=True))
         return calls.number - before
 
-    assert len(set(run(world, route, task, codec=codec, lanes="lanes" in case))) == 1
+    assert len(set(run(world, route, task, codec=codec, pieces="pieces" in case))) == 1
 
 
 def prepare_list(calls: PreparedCalls, case: str, like: list[Any]) -> Any:
@@ -353,8 +353,8 @@ def test_what_cannot_travel_is_refused() -> None:
     run(2, "network", task)
 
 
-@pytest.mark.parametrize("lanes", [False, True])
-def test_sums_in_place_are_sent_again(lanes: bool) -> None:
+@pytest.mark.parametrize("pieces", [False, True])
+def test_sums_in_place_are_sent_again(pieces: bool) -> None:
     def task(calls: PreparedCalls) -> list[Any]:
         found = []
         for algorithm in ("one-shot", "two-shot"):
@@ -363,7 +363,7 @@ def test_sums_in_place_are_sent_again(lanes: bool) -> None:
             found.append(x)
         return found
 
-    small, large = run(3, "network", task, lanes=lanes), run(3, "peers", task)
+    small, large = run(3, "network", task, pieces=pieces), run(3, "peers", task)
     for found, wanted in zip(small, large, strict=True):
         assert all(same(x, y) for x, y in zip(found, wanted, strict=True))
 
@@ -708,7 +708,7 @@ def test_operations_of_a_call_do_not_grow_with_the_ranks(case: str, codec: str) 
                 call(x, out).wait()
             return list(counted.launches)
 
-        found: list[str] = run(world, "network", task, 60, lanes="lanes" in case, codec=codec)[0]
+        found: list[str] = run(world, "network", task, 60, pieces="pieces" in case, codec=codec)[0]
         return found
 
     assert launches(2) == launches(4)

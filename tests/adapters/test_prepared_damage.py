@@ -40,7 +40,7 @@ def test_damage_is_named(case: str, codec: str) -> None:
                 call(x, result(case, 6000, 2)).wait()
         return out
 
-    found = run(2, "network", task, codec=codec, lanes="lanes" in case)[0]
+    found = run(2, "network", task, codec=codec, pieces="pieces" in case)[0]
     if case == "two-shot":
         # What rank 1 could not add up is no number on rank 0 either.
         assert np.isnan(found[3072:].astype(np.float32)).all()
@@ -77,7 +77,7 @@ def test_damage_of_what_messages_say_of_themselves_is_named(case: str, bit: int)
             # Both ranks go on as if this call had not been.
             work.needs = []
 
-    run(2, "network", task, lanes="lanes" in case)
+    run(2, "network", task, pieces="pieces" in case)
 
 
 def test_damage_for_which_nobody_waits_leaves_ranks_in_step() -> None:

@@ -81,7 +81,7 @@ COLLECTIVES: dict[str, tuple[Callable[[PreparedCalls], Any], Callable[..., Any]]
         lambda parts, me: summed(parts).astype(DTYPE),
     ),
 }
-COLLECTIVES |= {f"{case}, lanes": COLLECTIVES[case] for case in ("one-shot", "two-shot")}
+COLLECTIVES |= {f"{case}, pieces": COLLECTIVES[case] for case in ("one-shot", "two-shot")}
 
 
 def data(rank: int, n: int, call: int, wild: bool) -> Any:
@@ -120,7 +120,7 @@ def test_results_are_those_of_calls_that_are_not_recorded(collective: str, route
         assert recorder.records
         assert recorder.replays > recorder.records
 
-    run(2, route, task, lanes="lanes" in collective)
+    run(2, route, task, pieces="pieces" in collective)
 
 
 def test_places_of_graphs() -> None:
