@@ -13,8 +13,8 @@ The model is a GPT of 870 million parameters, trained by AdamW on 2 x 2048 token
 give other sizes. Every case is held against the native one in the same run: steps of the native
 model before and after its own. A time is that of the slowest rank, from a barrier until the device
 has finished; the host's is the time until all of the step is queued. Steps in a row are queued
-without waiting for the device between them. The first steps, in which kernels are compiled, are
-apart.
+without waiting for the device between them. The first steps, in which kernels are compiled, sizes
+are learnt and calls recorded, are apart.
 
 Exposed communication is a step's time less that of the same model whose collectives send nothing:
 each rank copies its own data to where the others' belong. That keeps all else: the kernels of the
@@ -75,7 +75,7 @@ from tightwire.adapters.training import tensor_parallel as tp
 
 RESULTS = Path(__file__).parent / "results"
 #: Steps after which bits are compared, and steps that are not timed after those.
-CHECKED, WARM = 3, 5
+CHECKED, WARM = 3, 20
 #: Calls of CUDA in which a host waits, and with which it queues work.
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaEventQuery")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")

@@ -31,6 +31,9 @@ class Scheduled:
     def learn(self, need: int) -> None:
         pass
 
+    def spread(self) -> None:
+        pass
+
 
 def schedule() -> dict[str, int]:
     """Have all prepared calls of this process follow `Scheduled`.

@@ -66,6 +66,11 @@ class Capacity:
         if wanted > self.nbytes or (full and wanted * _IDLE < self.nbytes):
             self.nbytes = self._rounded(round(most * (1 + 2 * _SPARE)))
 
+    def spread(self) -> None:
+        """Have as much to spare as a new capacity would have."""
+        most = max(self._needs, default=0)
+        self.nbytes = max(self.nbytes, self._rounded(round(most * (1 + 2 * _SPARE))))
+
     def _rounded(self, nbytes: int) -> int:
         return min(self._bound, max(1, -(-nbytes // self._unit)) * self._unit)
 

@@ -162,7 +162,7 @@ class Slot:
         self.phase = phase
         #: Empty while it has no memory.
         self.exchanges: list[Exchange] = []
-        #: By part, bytes of the largest dynamic part of a message.
+        #: By exchange and part, bytes of the largest dynamic part of a message.
         self.capacities: list[int] = []
         #: On a GPU what decoding found, what messages needed, who did not come.
         self.words: Any = None
@@ -175,7 +175,7 @@ class Slot:
         self.recordings: dict[Hashable, Recording] = {}
         #: What decoding has found on the host: the exchange, the sender, the error.
         self.found: list[tuple[int, int, FormatError]] = []
-        #: By part, the most dynamic bytes that a message needed.
+        #: By exchange and part, the most dynamic bytes that a message needed.
         self.needs: list[int] = []
         #: Words that say so, and their complements.
         self.need_words: list[Any] = []
@@ -196,8 +196,8 @@ class Slot:
             self.recordings.clear()
 
     def set_needs(self, said: Sequence[int]) -> None:
-        """Keep the most of each part; `said` is what ``need_words`` say."""
-        self.needs = [0] * len(self.capacities)
+        """Keep the most of each exchange and part; `said` is what ``need_words`` say."""
+        self.needs = []
         at = 0
         for exchange in self.exchanges:
             needs = said[at : at + len(exchange.needs)]
@@ -206,8 +206,10 @@ class Slot:
             at += len(checks)
             if any(need != ~check for need, check in zip(needs, checks, strict=False)):
                 self.misled = True
+            most = [0] * len(exchange.what.parts)
             for (part, _), need in zip(exchange.needs, needs, strict=True):
-                self.needs[part] = max(self.needs[part], need)
+                most[part] = max(most[part], need)
+            self.needs += most
 
 
 def part_of(x: Any) -> Part:

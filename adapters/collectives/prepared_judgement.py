@@ -25,7 +25,7 @@ class Judged:
     _calls: PreparedCalls
     _rank: int
     _slots: list[Slot]
-    #: By part what is learnt; None where messages fit any data.
+    #: By exchange and part what is learnt; None where messages fit any data.
     _capacities: list[Capacity | None]
     #: Whether a message may not fit.
     _learns: bool

@@ -53,7 +53,7 @@ class Work:
         self._again: Callable[[bool], Any] | None = again
         #: Whether the call was made once more, as a message did not fit.
         self.repeated = False
-        #: By part, the most dynamic bytes that a message needed, when that is known.
+        #: By exchange and part, the most dynamic bytes that a message needed, when that is known.
         self.needs: list[int] = []
         self._error: CollectiveError | None = None
 
@@ -144,7 +144,7 @@ class Prepared(Judged):
         #: What a work has found that nobody had waited for: the next one raises it.
         self._untold: CollectiveError | None = None
         self._exact: Any = None
-        #: By part what is learnt; None where messages fit any data.
+        #: By exchange and part what is learnt; None where messages fit any data.
         self._capacities: list[Capacity | None] = []
         #: Whether a message may not fit.
         self._learns = False
@@ -172,13 +172,10 @@ class Prepared(Judged):
     def _start(self) -> None:
         """Lay out the memory, once a subclass knows all."""
         learns = self._calls.route.learns and self._calls.codec.lossless
-        exchanges = self._exchanges()
-        for part in range(len(self._parts)):
-            raw, nelem, dtype = max(
-                (max(shares.counts) * shares.dtype.itemsize, max(shares.counts), shares.dtype)
-                for shares in (exchanged.parts[part] for exchanged in exchanges)
-            )
-            bound = self._plan(nelem, dtype, None).dynamic_stride
+        for shares in itertools.chain.from_iterable(what.parts for what in self._exchanges()):
+            nelem = max(shares.counts)
+            bound = self._plan(nelem, shares.dtype, None).dynamic_stride
+            raw = nelem * shares.dtype.itemsize
             self._capacities.append(Capacity(bound, raw) if learns and bound else None)
         self._learns = any(capacity is not None for capacity in self._capacities)
         if not self._listed:
@@ -203,16 +200,15 @@ class Prepared(Judged):
         slot.exchanges = []
         slot.recordings.clear()
         self._recordings.forget()
-        slot.capacities = [0] * len(self._parts)
+        slot.capacities = []
         plans: list[Plan] = []
         for what in self._exchanges():
-            layouts = self._layouts(what)
+            layouts = self._layouts(what, len(slot.capacities))
             messages = self._messages(what, layouts[0].nbytes, (slot.phase, what.piece))
             slot.exchanges.append(Exchange(what, layouts, messages, self._rank, self._ranks))
-            for layout in layouts:
-                plans += layout.plans
-                for part, plan in enumerate(layout.plans):
-                    slot.capacities[part] = max(slot.capacities[part], plan.dynamic_stride)
+            of_parts = list(zip(*(layout.plans for layout in layouts), strict=True))
+            slot.capacities += [max(plan.dynamic_stride for plan in part) for part in of_parts]
+            plans += itertools.chain.from_iterable(of_parts)
         if self._learns:
             words = [[word for _, word in e.needs] + e.checks for e in slot.exchanges]
             slot.need_words = list(itertools.chain.from_iterable(words))
@@ -242,12 +238,16 @@ class Prepared(Judged):
             if not slot.shares:
                 slot.release()
 
-    def _layouts(self, what: Exchanged) -> list[Layout]:
-        """The messages of an exchange, by rank, all as long as the longest."""
+    def _layouts(self, what: Exchanged, first: int) -> list[Layout]:
+        """The messages of an exchange, by rank, all as long as the longest.
+
+        `first` is the number of the capacity of its first part.
+        """
         # Other ranks do not see what messages to one another needed.
         tells = self._learns and what.kind == "swapped"
         prefix = align(2 * INT64.itemsize * len(self._parts)) if tells else 0
-        capacities = list(zip(what.parts, self._capacities, strict=True))
+        learnt = self._capacities[first : first + len(what.parts)]
+        capacities = list(zip(what.parts, learnt, strict=True))
         found = [
             Layout.of([self._plan(p.counts[rank], p.dtype, most) for p, most in capacities], prefix)
             for rank in range(self._ranks)
@@ -275,6 +275,11 @@ class Prepared(Judged):
                 if capacity is not None:
                     capacity.learn(need)
             slot.work = None
+            if self._outgrown(slot):
+                # What is about to be outgrown grows with it: new memory is recorded anew.
+                for capacity in self._capacities:
+                    if capacity is not None:
+                        capacity.spread()
         # A graph goes on using the memory that it has captured.
         if not slot.captured and (not slot.exchanges or not slot.shares or self._outgrown(slot)):
             self._lay_out(slot)

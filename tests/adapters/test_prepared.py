@@ -555,6 +555,37 @@ def test_capacity() -> None:
     assert capacity.nbytes == 1 << 20
 
 
+def test_capacities_grow_together() -> None:
+    """One that is outgrown takes along those that soon would be."""
+    capacity = Capacity(bound=1 << 20, raw_nbytes=1 << 20)
+    first = capacity.nbytes
+    capacity.learn(first // 2)
+    capacity.spread()
+    assert capacity.nbytes == first
+    capacity.learn(first * 3 // 4)
+    assert capacity.nbytes == first
+    capacity.spread()
+    assert first < capacity.nbytes <= first * 5 // 4
+
+
+def test_exchanges_have_capacities_of_their_own() -> None:
+    """Terms that do not compress, of which the sums do."""
+
+    def task(calls: PreparedCalls) -> None:
+        n = 40_000
+        reduce = calls.all_reduce(tensor(0, n), algorithm="two-shot")
+        out = np.empty(n, DTYPE)
+        noise = (2.0 ** np.random.default_rng(0).uniform(-90, 90, n)).astype(DTYPE)
+        for _ in range(4):
+            x = noise if calls.rank else -noise
+            reduce(x, out).wait()
+            assert not out.any()
+        swapped, gathered = reduce._slots[0].capacities
+        assert swapped > 2 * gathered
+
+    run(2, "network", task)
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_other_calls_are_refused_when_they_are_prepared(route: str) -> None:
     def task(calls: PreparedCalls) -> None:
