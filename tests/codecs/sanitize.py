@@ -69,7 +69,7 @@ def sample(
     codec: str = "zipccl",
     pattern: str = "normal",
     window: str = "tile",
-    form: str = "difference",
+    form: str = "adaptive",
     **options: Any,
 ) -> tuple[Any, Bytes, Any]:
     """Plan and bytes of a good buffer, and its base."""

@@ -25,7 +25,7 @@ from tightwire.formats.dtypes import BY_NAME
 from tightwire.planning import HOST_BACKENDS
 
 Pair = tuple[npt.NDArray[Any], npt.NDArray[Any]]
-FORMS = ("difference", "overwrite")
+FORMS = ("adaptive", "difference", "overwrite")
 BOTH = ("ref", "cpu")
 
 

@@ -21,7 +21,7 @@ from tightwire import gpu  # noqa: E402
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled for the GPU here", allow_module_level=True)
 
-FORMS = ("difference", "overwrite")
+FORMS = ("adaptive", "difference", "overwrite")
 Bits = npt.NDArray[Any]
 
 
