@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
 """Parts of delta's kernels: bits of codes, flags of elements, and memory for one tile.
 
 Flags of elements are bits, 64 elements in a word. Vector instructions make them; all that comes

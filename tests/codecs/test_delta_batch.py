@@ -24,6 +24,7 @@ TENSORS = [
     (777, 0.0, 1, 1, 0),
     (300, 1.0, 1 << 14, 1, 0),  # stored raw
     (1200, 0.9, 9000, 1, 0),
+    (1900, 0.4, 0, 2, 0),  # other signs: tiles of planes
 ]
 #: Behind an address that is no multiple of 16.
 ODD = (1300, 0.05, 3, 1, 3)
@@ -61,8 +62,11 @@ class Case:
         base = base.view(self.kind.bits)
         x = base.copy()
         chosen = rng.random(n) < share
-        step = rng.integers(1, most + 1, n) * rng.choice([-1, 1], n)
-        x[chosen] += step[chosen].astype(self.kind.bits)
+        if most:
+            step = rng.integers(1, most + 1, n) * rng.choice([-1, 1], n)
+            x[chosen] += step[chosen].astype(self.kind.bits)
+        else:
+            x[chosen] ^= self.kind.bits.type(1 << 8 * self.kind.itemsize - 1)
         return base, x
 
     def tensor(self, bits: Any, first: int) -> Any:
@@ -152,9 +156,9 @@ def test_damage_and_wrong_bases_among_others(goal: str, place: str) -> None:
         except tw.FormatError as error:
             alone.append(error.reason)
     assert problems == alone
-    assert [bool(reason) for reason in alone] == [True, False, True, True, True, False]
+    assert [bool(reason) for reason in alone] == [True, False, True, True, True, False, False]
     assert alone[3] == "base_mismatch"
-    right = [1, 5]
+    right = [1, 5, 6]
     assert all(same([found[i] for i in right], [case.xs[i] for i in right]))
     if goal == "base":
         assert all(same([found[i] for i in (0, 2, 3, 4)], [before[i] for i in (0, 2, 3, 4)]))
