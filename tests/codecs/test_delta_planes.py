@@ -102,6 +102,23 @@ def test_kinds_of_tiles() -> None:
         assert "planes" not in kinds_of(codec.encode(x, base=base))
 
 
+def test_planes_are_tried_from_a_sixteenth_of_the_plain_words_on() -> None:
+    """Few other signs take less as planes, too, but nobody looks."""
+    base = weights("bfloat16", 4096)
+    found = set()
+    for many in range(1, 220, 4):
+        x = base.copy()
+        x.view(np.uint16)[:: 4096 // many] ^= 1 << 15
+        plan = DIFFERENCE.encode(x, base=base, backend="ref")
+        words = plan.dynamic(0).size // 4
+        tried = 16 * words > 1 + 2048
+        found.add(tried)
+        for backend in HOST_BACKENDS:
+            (kind,) = kinds_of(ADAPTIVE.encode(x, base=base, backend=backend))
+            assert kind == ("planes" if tried else "differences")
+    assert found == {True, False}
+
+
 @given(
     dtype=st.sampled_from(["bfloat16", "float32", "float64", "int8", "float8_e4m3fn"]),
     n=st.integers(1, 70_000),
