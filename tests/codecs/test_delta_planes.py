@@ -75,6 +75,7 @@ def check(base: Array, x: Array, chunks: int = 1) -> bytes:
 
 
 @pytest.mark.fast_cases(6)
+@pytest.mark.slow_cases(60)
 @pytest.mark.parametrize("dtype", [name for name in Delta.dtypes if name != "bool"])
 @pytest.mark.parametrize("n", [300, 1, 63, 64, 65, 4097, TILE, TILE + 1])
 @pytest.mark.parametrize(
