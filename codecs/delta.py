@@ -37,6 +37,13 @@ SAMPLED = 64
 MAX_QUOTIENT = 15
 #: Twice the bits that a change costs whose bit length is 0, 1, 2 or 3 above what the scale allows.
 EXCESS = (2, 5, 11, 23)
+#: The stored numbers of the forms. 2 is none: a published buffer with it is to be refused.
+FORMS = {"difference": 0, "overwrite": 1, "adaptive": 3}
+#: In the form adaptive planes are tried where a tile's differences take more than a part in so many
+#: of the words of a plain tile. The first bits of a tile of planes, as a number of two bits.
+TRY_PLANES, PLANES_HEAD = 16, 3
+#: A plane is a bitmap if its shorter list has more than so many eighths of the elements.
+BITMAP_EIGHTHS = 3
 #: Bytes of the index before the tiles' offsets: the digests of base and result.
 DIGESTS_NBYTES = 16
 #: Of digest keys: what a word's number is multiplied by, then shifts and factors that mix its bits.
@@ -110,7 +117,10 @@ class Delta(CodecSpec):
     coded together is an addition.
 
     Args:
-        form: ``"difference"``: changes are differences to the base, and are coded given its
+        form: ``"adaptive"``, the default: ``"difference"``, or for each 32768 elements of which
+            much has changed, if that takes less, the bits that differ, one place of the bits after
+            the other. Half of the signs of bfloat16 flipped take .07 of the bytes, a product by 2
+            .15. ``"difference"``: changes are differences to the base, and are coded given its
             exponents. ``"overwrite"``: new values, for receivers that may apply a buffer twice;
             two of them fold into one without the base.
 
@@ -119,7 +129,7 @@ class Delta(CodecSpec):
         ValueError: If it is unknown.
     """
 
-    form: str = choice(0, ("difference", "overwrite"))
+    form: str = choice(0, tuple(FORMS), default="adaptive", number=FORMS.__getitem__)
 
     name: ClassVar[str] = "delta"
     id: ClassVar[int] = CODEC_IDS["delta"][0]
@@ -377,6 +387,9 @@ def encode_tile(spec: Delta, dtype: DType, base: Bits, bits: Bits) -> Bytes:
     else:
         coded = _encode_differences(dtype, base, bits, changed)
     plain = plain_tile(bits)
+    if spec.form == "adaptive" and TRY_PLANES * coded.size > plain.size:
+        planes = _encode_planes(base, bits)
+        coded = planes if planes.size < coded.size else coded
     return coded if coded.size <= plain.size else plain
 
 
@@ -436,6 +449,35 @@ def _encode_differences(dtype: DType, base: Bits, bits: Bits, changed: Flags) ->
     return out.done()
 
 
+def is_bitmap(count: int, listed: int) -> bool:
+    """Whether a plane of `count` elements, of which `listed` would be listed, is a bitmap."""
+    return 8 * listed > BITMAP_EIGHTHS * count
+
+
+def _planes_of(differing: Bits) -> list[Flags]:
+    """Which elements have each of the bits, from the lowest on."""
+    one = differing.dtype.type
+    return [(differing >> one(k) & one(1)) > 0 for k in range(8 * differing.itemsize)]
+
+
+def _encode_planes(base: Bits, bits: Bits) -> Bytes:
+    """The words of a tile of planes."""
+    planes = _planes_of(base ^ bits)
+    there = [plane for plane in planes if plane.any()]
+    out = Writer()
+    out.number(PLANES_HEAD, 2)
+    out.fields(np.array([plane.any() for plane in planes]), 1)
+    out.fields(np.array([plane.sum() - 1 for plane in there]), LOG_TILE)
+    for plane in there:
+        gaps = _gaps([plane])
+        if is_bitmap(plane.size, gaps[0][0].size):
+            out.fields(plane, 1)
+        else:
+            _write_low(out, gaps)
+            _write_quotients(out, gaps)
+    return out.done()
+
+
 def bit_lengths(values: Bits) -> Ints:
     """The bit length of each value."""
     found = np.zeros(values.size, np.int64)
@@ -473,11 +515,16 @@ def decode_tile(spec: Delta, dtype: DType, base: Bits, words: Bytes) -> Bits:
     """The elements of a tile. Raises `BadTileError`."""
     if not words.size:
         return base
+    bits: Bits
     source = Reader(words)
     if source.number(1):
-        if source.number(31):
+        second = source.number(1)
+        if second and spec.form == "adaptive":
+            bits = _decode_planes(source, base)
+        elif second or source.number(30):
             raise BadTileError("the first word of a plain tile")
-        bits: Bits = source.values(base.nbytes).view(base.dtype)
+        else:
+            bits = source.values(base.nbytes).view(base.dtype)
     elif spec.form == "overwrite":
         changed, new = read_new(source, dtype, base.size)
         bits = base.copy()
@@ -494,6 +541,27 @@ def read_new(source: Reader, dtype: DType, nelem: int) -> tuple[Flags, Bits]:
     places.read_low(source)
     (changed,) = places.read_flags(source)
     return changed, source.fields(places.changes, 8 * dtype.itemsize).astype(dtype.bits)
+
+
+def _decode_planes(source: Reader, base: Bits) -> Bits:
+    """The elements of a tile of planes, after its first two bits."""
+    one = base.dtype.type
+    numbers = np.flatnonzero(source.fields(8 * base.itemsize, 1)).tolist()
+    counts = [int(n) + 1 for n in source.fields(len(numbers), LOG_TILE)]
+    if not counts:
+        raise BadTileError("no planes")
+    bits = base.copy()
+    for k, count in zip(numbers, counts, strict=True):
+        places = _Places([base.size], [count])
+        if is_bitmap(base.size, min(count, base.size - count)):
+            plane = source.fields(base.size, 1) > 0
+            if plane.sum() != count:
+                raise BadTileError("a plane has another number of ones")
+        else:
+            places.read_low(source)
+            (plane,) = places.read_flags(source)
+        bits[plane] ^= one(1 << k)
+    return bits
 
 
 def _decode_differences(source: Reader, dtype: DType, base: Bits) -> Bits:

@@ -33,8 +33,9 @@ from .common.launch_triton import Variant, kernel, options
 from .delta import TILE, TILE_SCRATCH, sums_scratch
 from .delta_decode_triton import Part, change_one
 from .delta_encode_triton import Room, measure_one, pack_one, place_one, scan_one
+from .delta_planes_triton import flip_one, size_one, write_planes_one
 from .delta_read_triton import check_one, read_one, result_one
-from .delta_triton import CHANGES, MEASURE, SCAN, variant_of
+from .delta_triton import CHANGES, MEASURE, PLANES, SCAN, WRITE_PLANES, is_adaptive, variant_of
 from .delta_words_triton import SUMS, tile_at
 
 _TILE, _PLANNED = tl.constexpr(TILE), tl.constexpr(ROW_PLANNED)
@@ -139,6 +140,25 @@ def _measure_rows_kernel(
 
 
 @kernel
+def _size_rows_kernel(
+    sources_ptr,
+    firsts_ptr,
+    owners_ptr,
+    more_ptr,
+    scratch_ptr,
+    sums_words: tl.int64,
+    L: tl.constexpr,
+):
+    """See `size_one`; one tile of a table's chunks."""
+    # fmt: off
+    row_ptr, _, t, from_ptr = _own(
+        sources_ptr, firsts_ptr, owners_ptr, more_ptr, scratch_ptr, sums_words
+    )
+    # fmt: on
+    size_one(elements_of(row_ptr)[0], from_ptr, t, L)
+
+
+@kernel
 def _place_rows_kernel(sources_ptr, scratch_ptr, sums_words: tl.int64):
     """See `place_one`; one of a table's chunks."""
     number = tl.program_id(0).to(tl.int64)
@@ -167,6 +187,27 @@ def _pack_rows_kernel(
     if t.m > 0:
         room = _room_of(row_ptr, more_ptr, t, number)
         pack_one(elements_of(row_ptr)[0], from_ptr, t, room, L)
+
+
+@kernel
+def _write_planes_rows_kernel(
+    sources_ptr,
+    firsts_ptr,
+    owners_ptr,
+    more_ptr,
+    scratch_ptr,
+    sums_words: tl.int64,
+    L: tl.constexpr,
+):
+    """See `write_planes_one`; one tile of a table's chunks."""
+    # fmt: off
+    row_ptr, number, t, from_ptr = _own(
+        sources_ptr, firsts_ptr, owners_ptr, more_ptr, scratch_ptr, sums_words
+    )
+    # fmt: on
+    if t.m > 0:
+        room = _room_of(row_ptr, more_ptr, t, number)
+        write_planes_one(elements_of(row_ptr)[0], from_ptr, t, room, L)
 
 
 @kernel
@@ -246,6 +287,28 @@ def _change_rows_kernel(
 
 
 @kernel
+def _flip_rows_kernel(
+    sources_ptr,
+    firsts_ptr,
+    owners_ptr,
+    more_ptr,
+    scratch_ptr,
+    sums_words: tl.int64,
+    L: tl.constexpr,
+):
+    """See `flip_one`; one tile of a table's chunks, whole."""
+    # fmt: off
+    row_ptr, number, t, from_ptr = _own(
+        sources_ptr, firsts_ptr, owners_ptr, more_ptr, scratch_ptr, sums_words
+    )
+    # fmt: on
+    _, _, status_ptr = place_of(row_ptr, 0, ROW_WORDS)
+    p = _part_of(row_ptr, more_ptr, t, number, L.item)
+    out_ptr, _ = elements_of(row_ptr)
+    flip_one(t, p, from_ptr, out_ptr, t.first, t.m * 0, t.m, status_ptr, L)
+
+
+@kernel
 def _result_rows_kernel(sources_ptr, scratch_ptr, sums_words: tl.int64):
     """See `result_one`; one of a table's chunks."""
     number = tl.program_id(0).to(tl.int64)
@@ -312,8 +375,13 @@ class Rows:
         tiles, chunks = self._launchers()
         tiles(variant_of(_scan_rows_kernel, *kind, *SCAN, aligned=aligned))
         tiles(variant_of(_measure_rows_kernel, *kind, *MEASURE, aligned=aligned))
+        adaptive = is_adaptive(plan.codec)
+        if adaptive:
+            tiles(variant_of(_size_rows_kernel, *kind, *PLANES, aligned=aligned))
         chunks(_PLACE, 0)
         tiles(variant_of(_pack_rows_kernel, *kind, aligned=aligned, sums=plan.checksum))
+        if adaptive:
+            tiles(variant_of(_write_planes_rows_kernel, *kind, *WRITE_PLANES, aligned=aligned))
         if plan.checksum:
             tiles(_SUM)
 
@@ -327,11 +395,14 @@ class Rows:
         kind, aligned = (plan.codec, plan.dtype), self._aligned
         chosen = {"packed": self._packed, "sums": plan.checksum}
         # What `change_one` is to do.
-        goals = {"store": goal != "check", "over": goal == "base"}
+        adaptive = is_adaptive(plan.codec)
+        goals = {"store": goal != "check", "over": goal == "base", "adaptive": adaptive}
         tiles, chunks = self._launchers()
         tiles(variant_of(_read_rows_kernel, *kind, aligned=aligned, **chosen))
         chunks(variant_of(_check_rows_kernel, *kind, **chosen), 0, 3)
         tiles(variant_of(_change_rows_kernel, *kind, *CHANGES, aligned=aligned, **goals))
+        if adaptive:
+            tiles(variant_of(_flip_rows_kernel, *kind, *PLANES, aligned=aligned, **goals))
         if goal != "base":
             chunks(_RESULT, 0)
 

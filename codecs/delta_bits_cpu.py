@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
 """Parts of delta's kernels: bits of codes, flags of elements, and memory for one tile.
 
 Flags of elements are bits, 64 elements in a word. Vector instructions make them; all that comes
@@ -49,7 +50,7 @@ _IN_BYTE = np.array(
 SCALES = (1 << 11) + 128
 
 
-def _load_block(context, builder, array_type, array, at, lanes=BLOCK):
+def load_block(context, builder, array_type, array, at, lanes=BLOCK):
     """Elements of an array as a vector of `lanes`, and its type."""
     from numba.np.arrayobj import make_array
 
@@ -62,7 +63,7 @@ def _load_block(context, builder, array_type, array, at, lanes=BLOCK):
     return loaded, vector
 
 
-def _splat(builder, value, vector):
+def splat(builder, value, vector):
     """A vector of one value."""
     first = builder.insert_element(
         ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0)
@@ -76,8 +77,8 @@ def differ(typingctx, a, b, at):
     """Which of 64 elements from `at` on differ in two arrays: a bit each."""
 
     def codegen(context, builder, signature, args):
-        x, _ = _load_block(context, builder, signature.args[0], args[0], args[2])
-        y, _ = _load_block(context, builder, signature.args[1], args[1], args[2])
+        x, _ = load_block(context, builder, signature.args[0], args[0], args[2])
+        y, _ = load_block(context, builder, signature.args[1], args[1], args[2])
         found = builder.icmp_unsigned("!=", x, y)
         return builder.bitcast(found, ir.IntType(64))
 
@@ -93,9 +94,9 @@ def below(typingctx, a, at, mask, shift, limit):
     """
 
     def codegen(context, builder, signature, args):
-        x, vector = _load_block(context, builder, signature.args[0], args[0], args[1])
-        field = builder.and_(x, _splat(builder, args[2], vector))
-        field = builder.lshr(field, _splat(builder, args[3], vector))
+        x, vector = load_block(context, builder, signature.args[0], args[0], args[1])
+        field = builder.and_(x, splat(builder, args[2], vector))
+        field = builder.lshr(field, splat(builder, args[3], vector))
         limit = args[4]
         width = signature.args[0].dtype.bitwidth
         if 8 < width < 64:
@@ -105,8 +106,8 @@ def below(typingctx, a, at, mask, shift, limit):
         if width < 64:
             sign = ir.Constant(ir.IntType(8), 128)
             limit = builder.xor(limit, sign)
-            field = builder.xor(field, _splat(builder, sign, field.type))
-        found = builder.icmp_signed("<", field, _splat(builder, limit, field.type))
+            field = builder.xor(field, splat(builder, sign, field.type))
+        found = builder.icmp_signed("<", field, splat(builder, limit, field.type))
         return builder.bitcast(found, ir.IntType(64))
 
     return types.uint64(a, types.int64, a.dtype, a.dtype, a.dtype), codegen
@@ -235,9 +236,9 @@ def _list_byte(typingctx, byte, first, table, out, at):
 
     def codegen(context, builder, signature, args):
         row = builder.shl(args[0], ir.Constant(ir.IntType(64), 3))
-        numbers, _ = _load_block(context, builder, signature.args[2], args[2], row, 8)
+        numbers, _ = load_block(context, builder, signature.args[2], args[2], row, 8)
         number = ir.VectorType(ir.IntType(16), 8)
-        found = builder.add(builder.zext(numbers, number), _splat(builder, args[1], number))
+        found = builder.add(builder.zext(numbers, number), splat(builder, args[1], number))
         from numba.np.arrayobj import make_array
 
         data = make_array(signature.args[3])(context, builder, args[3]).data
@@ -488,6 +489,95 @@ def gap_low_bits(size, listed):
     return bit_length(U8(size // listed)) - 1 if listed else 0
 
 
+@part(nogil=True)
+def put_low(words, to, n_classes, space):
+    """Write the low bits of all gaps; where the next code goes."""
+    listed = space.list
+    data = view_as(words, np.uint8)
+    held = held_at(words, to)
+    first = 0
+    for c in range(n_classes):
+        stop = first + space.listed[c]
+        low = gap_low_bits(space.sizes[c], space.listed[c])
+        mask, last = low_mask(low), -1
+        for j in range(first, stop):
+            rank = I8(item(listed, j))
+            held = put_short(data, to, U8(rank - last - 1) & mask, low, held)
+            last = rank
+            to += low
+        first = stop
+    end_words(words, to)
+    return to
+
+
+@part(nogil=True)
+def put_quotients(words, to, n_classes, space):
+    """Write the quotients of all gaps; where the next code goes."""
+    listed = space.list
+    first = 0
+    for c in range(n_classes):
+        size, stop = space.sizes[c], first + space.listed[c]
+        low = gap_low_bits(size, space.listed[c])
+        most = stop - first + (size >> low) if stop > first else 0
+        for i in range((to >> 6) + 1, (to + most >> 6) + 2):
+            words[i] = 0
+        block, last = to >> 6, -1
+        here = words[block]
+        for j in range(first, stop):
+            rank = I8(item(listed, j))
+            to += rank - last - 1 >> low
+            last = rank
+            here = (here if to >> 6 == block else ZERO) | ONE << U8(to & 63)
+            block = to >> 6
+            words[U8(block)] = here
+            to += 1
+        first = stop
+    return to
+
+
+@part(nogil=True)
+def read_ranks(at, end, low_at, listed, size, space):
+    """Set a flag of `space.ranks` for each listed element of a class that has `size`.
+
+    Quotients of gaps start at `at`, low bits at `low_at`. Returns where quotients end; -1 early,
+    -2 a bad gap.
+    """
+    words, ranks = space.words, space.ranks
+    data = view_as(words, np.uint8)
+    for i in range((size >> 6) + 2):
+        ranks[i] = 0
+    if listed == 0:
+        return at
+    low = gap_low_bits(size, listed)
+    mask = low_mask(low)
+    w = at >> 6
+    bits = words[w] & (~ZERO << U8(at & 63))
+    j, lows, one = 0, 0, 0
+    block, here = -1, ZERO
+    while True:
+        stop = j + I8(popcount(bits))
+        stop = stop if stop < listed else listed
+        while j < stop:
+            one = (w << 6) + I8(ctz(bits))
+            bits &= bits - ONE
+            lows += I8(get_short(data, low_at, mask))
+            low_at += low
+            # Between quotients, all that is not a one is a zero of one of them.
+            rank = (one - at - j << low) + lows + j
+            if rank >= size:
+                return -2
+            here = (here if rank >> 6 == block else ZERO) | ONE << U8(rank & 63)
+            block = rank >> 6
+            ranks[U8(block)] = here
+            j += 1
+        if j == listed:
+            return one + 1
+        w += 1
+        if w << 6 >= end:
+            return -1
+        bits = words[w]
+
+
 class Space(NamedTuple):
     """Memory of the kernels for one tile."""
 
@@ -526,6 +616,10 @@ class Space(NamedTuple):
     last_words: Any
     #: Where low bits of gaps start, and how many changes a tile has.
     places: Any
+    #: To encode planes: bits of elements for each of them, how many, and words.
+    flags: Any
+    ones: Any
+    planes: Any
 
 
 def space_for(dtype: DType) -> Space:
@@ -555,6 +649,10 @@ def space_for(dtype: DType) -> Space:
         np.empty(1 << 11, np.uint8),
         np.empty(WORDS, np.uint32),
         np.empty(2, np.int64),
+        np.empty(8 * dtype.itemsize * BLOCKS + 1, np.uint64),
+        np.empty(8 * dtype.itemsize, np.int64),
+        # As many as a plain tile has, and another plane.
+        np.empty(TILE * dtype.itemsize // 8 + 2 * BLOCKS + 8, np.uint64),
     )
 
 
@@ -571,14 +669,14 @@ def _digest_of_block(typingctx, words, at, first):
     """The keyed sum of `WORDS` words from `at` on, of which the first has the number `first`."""
 
     def codegen(context, builder, signature, args):
-        x, vector = _load_block(context, builder, signature.args[0], args[0], args[1], WORDS)
+        x, vector = load_block(context, builder, signature.args[0], args[0], args[1], WORDS)
         word, pair = vector.element, ir.VectorType(ir.IntType(64), WORDS // 2)
 
         def each(number):
             return ir.Constant(vector, [ir.Constant(word, int(number))] * WORDS)
 
         numbers = ir.Constant(vector, [ir.Constant(word, i + 1) for i in range(WORDS)])
-        key = builder.mul(builder.add(_splat(builder, args[2], vector), numbers), each(_STEP))
+        key = builder.mul(builder.add(splat(builder, args[2], vector), numbers), each(_STEP))
         for shift, factor in ((_SHIFT0, _FACTOR0), (_SHIFT1, _FACTOR1)):
             key = builder.mul(builder.xor(key, builder.lshr(key, each(shift))), each(factor))
         key = builder.xor(key, builder.lshr(key, each(_SHIFT2)))

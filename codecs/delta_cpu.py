@@ -19,9 +19,11 @@ from .common.compile_cache import cached, part
 from .common.memory_cpu import item, load8, store8
 from .common.threads import run, spans
 from .delta import (
+    FORMS,
     LOG_TILE,
     MAX_QUOTIENT,
     OFFSETS_PROBLEM,
+    PLANES_HEAD,
     RESULT_PROBLEM,
     TILE,
     Delta,
@@ -58,6 +60,7 @@ from .delta_bits_cpu import (
     order_masks,
     ordered_bits,
     popcount,
+    read_ranks,
     set_hot,
     set_limits,
     sort_classes,
@@ -65,6 +68,7 @@ from .delta_bits_cpu import (
     unordered_bits,
 )
 from .delta_encode_cpu import encode_chunk
+from .delta_planes_cpu import read_planes
 
 __all__ = ["base_fits", "decode_chunk", "digest_of", "encode_chunk", "prepare"]
 
@@ -77,8 +81,12 @@ _PROBLEMS = (
     "a change is too large",
     "exceptions that are not in order, or go beyond the dtype",
     "a change goes beyond the dtype",
+    "no planes, or one with another number of ones",
 )
-_ENDS, _PLAIN, _COUNTS, _GAP, _LARGE, _EXCEPTIONS, _RANGE = range(1, 8)
+_ENDS, _PLAIN, _COUNTS, _GAP, _LARGE, _EXCEPTIONS, _RANGE, _PLANES = range(1, 9)
+#: Of what `read_planes` gives.
+_OF_PLANES = np.array([0, _ENDS, _GAP, _PLANES])
+_OVERWRITE, _ADAPTIVE = FORMS["overwrite"], FORMS["adaptive"]
 #: The reference has to look.
 _UNSURE = -1
 #: What decoding is for: to fill `out`; to check, and keep changes; to write what has been checked.
@@ -107,49 +115,6 @@ def _load(words, source, lo, hi):
 
 
 @part(nogil=True)
-def _read_ranks(at, end, low_at, listed, size, space):
-    """Set a flag of `space.ranks` for each listed element of a class that has `size`.
-
-    Quotients of gaps start at `at`, low bits at `low_at`. Returns where quotients end; -1 early,
-    -2 a bad gap.
-    """
-    words, ranks = space.words, space.ranks
-    data = view_as(words, np.uint8)
-    for i in range((size >> 6) + 2):
-        ranks[i] = 0
-    if listed == 0:
-        return at
-    low = gap_low_bits(size, listed)
-    mask = low_mask(low)
-    w = at >> 6
-    bits = words[w] & (~ZERO << U8(at & 63))
-    j, lows, one = 0, 0, 0
-    block, here = -1, ZERO
-    while True:
-        stop = j + I8(popcount(bits))
-        stop = stop if stop < listed else listed
-        while j < stop:
-            one = (w << 6) + I8(ctz(bits))
-            bits &= bits - ONE
-            lows += I8(get_short(data, low_at, mask))
-            low_at += low
-            # Between quotients, all that is not a one is a zero of one of them.
-            rank = (one - at - j << low) + lows + j
-            if rank >= size:
-                return -2
-            here = (here if rank >> 6 == block else ZERO) | ONE << U8(rank & 63)
-            block = rank >> 6
-            ranks[U8(block)] = here
-            j += 1
-        if j == listed:
-            return one + 1
-        w += 1
-        if w << 6 >= end:
-            return -1
-        bits = words[w]
-
-
-@part(nogil=True)
 def _place(blocks, flip, members, before, space):
     """Set the flags of a class, `space.ranks` with `flip` applied, among those of all elements."""
     changed, ranks = space.changed, space.ranks
@@ -174,7 +139,7 @@ def _find_changes(at, end, n_classes, n, space):
         members = space.classes[c * BLOCKS : (c + 1) * BLOCKS]
         before = space.before[c * STARTS : (c + 1) * STARTS]
         if space.counts[c]:
-            at = _read_ranks(at, end, low_at, listed, size, space)
+            at = read_ranks(at, end, low_at, listed, size, space)
             if at < 0:
                 return at
             low_at += listed * gap_low_bits(size, listed)
@@ -439,13 +404,14 @@ def _write_kept(out, at, m, kept, used):
 
 
 @part(nogil=True)
-def _read_tile(old, new, kind, overwrite, space, source, lo, hi, purpose):
-    """Read a tile that has words: what is wrong with it, 0 if nothing, and if it is plain.
+def _read_tile(old, new, kind, form, space, source, lo, hi, purpose):
+    """Read a tile that has words: what is wrong with it, 0 if nothing, and if it is all new.
 
     New bits go to `new`, and where all the new tile is needed the other elements as well.
     """
     n, itemsize = old.size, old.itemsize
-    if source[lo] & 1:
+    planes = form == _ADAPTIVE and source[lo] & PLANES_HEAD == PLANES_HEAD
+    if source[lo] & 1 and not planes:
         problem = I8(_read_plain(source, lo, hi, n, itemsize))
         if problem == 0:
             copy(new, 0, source, lo + 4, n * itemsize)
@@ -454,19 +420,22 @@ def _read_tile(old, new, kind, overwrite, space, source, lo, hi, purpose):
         return I8(_UNSURE), False
     _load(space.words, source, lo, hi)
     nbits = 8 * (hi - lo)
-    if overwrite:
+    if planes:
+        copy(new, 0, old, 0, n * itemsize)
+        return I8(_OF_PLANES[read_planes(new, n, nbits, space)]), True
+    if form == _OVERWRITE:
         return I8(_changes_of_new(old, new, n, nbits, kind, space, purpose)), False
     return I8(_changes_of_differences(old, new, n, nbits, kind, space, purpose)), False
 
 
 @cached(nogil=True)
-def _decode_tiles(x, start, kind, overwrite, space, source, ends, purpose, out, kept, places):
+def _decode_tiles(x, start, kind, form, space, source, ends, purpose, out, kept, places):
     """Decode the tiles of the base's elements `x`, the first of which has number `start`.
 
     Words are bytes `ends` of `source`. Results go to `out`, which to write is the memory of `x`. To
     check, changes go to the bytes `kept` as long as they fit, and `places` gets for each tile where
     they are, or -1, and how many. Returns a problem; the digest of the base, unless `out` is filled
-    in the form difference; and what that of the result has more.
+    in another form than overwrite; and what that of the result has more.
     """
     before, after = ZERO, ZERO
     used = I8(0)
@@ -484,7 +453,7 @@ def _decode_tiles(x, start, kind, overwrite, space, source, ends, purpose, out, 
                 m = places[2 * tile + 1]
                 _write_kept(out, at, m, kept, places[2 * tile])
                 continue
-            problem, plain = _read_tile(old, new, kind, overwrite, space, source, lo, hi, purpose)
+            problem, plain = _read_tile(old, new, kind, form, space, source, lo, hi, purpose)
             if problem:
                 return problem, before, after
             m = n if plain else space.places[1]
@@ -508,7 +477,7 @@ def _decode_tiles(x, start, kind, overwrite, space, source, ends, purpose, out, 
             before += of_old
             after += of_new - of_old
             continue
-        if overwrite or purpose == _CHECK:
+        if form == _OVERWRITE or purpose == _CHECK:
             before = add_digest(before, old, first_byte, space.last_words)
         for j in range(m):
             i = I8(item(space.positions, j))
@@ -563,7 +532,7 @@ def _decode_span(
         as_read_only(base),
         first * TILE,
         kind_numbers(chunk.dtype),
-        spec.form == "overwrite",
+        FORMS[spec.form],
         space_for(chunk.dtype),
         as_read_only(chunk.dynamic),
         ends,

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .common.dynamic_triton import claims, items, load_raw
 from .common.frame_triton import CHUNK_PAYLOAD, LATE, report
-from .delta import MAX_QUOTIENT
+from .delta import MAX_QUOTIENT, PLANES_HEAD
 from .delta_words_triton import (
     DIGESTS,
     FAR,
@@ -49,7 +49,7 @@ _PLACES = tl.constexpr(896)
 SAME, PLAIN, LISTED, MANY, RAW = (tl.constexpr(n) for n in range(5))
 #: Changes that are decoded at a time.
 _PART = tl.constexpr(128)
-_MOST_QUOTIENT = tl.constexpr(MAX_QUOTIENT)
+_MOST_QUOTIENT, _PLANES_HEAD = tl.constexpr(MAX_QUOTIENT), tl.constexpr(PLANES_HEAD)
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def _number_of(one):
 
 
 @triton.jit
-def _pick(v, k, LANES: tl.constexpr):
+def pick(v, k, LANES: tl.constexpr):
     """Number `k` of a vector."""
     return tl.sum(tl.where(tl.arange(0, LANES) == k, v, 0), 0)
 
@@ -177,7 +177,7 @@ def _behind_ones(words, count, at, wanted):
 
 
 @triton.jit
-def _find_places(words, count, at, end, low_at, low, listed, size, begin, bits):
+def find_places(words, count, at, end, low_at, low, listed, size, begin, bits):
     """Set the bits, from number `begin` on, of the listed elements of a class of `size`.
 
     Gives where the unary codes from bit `at` on end, and whether a gap goes beyond the end or a
@@ -281,7 +281,7 @@ def _gather(bits, masks, groups, m, starts, lists, L: tl.constexpr):
     """
     CLASSES: tl.constexpr = L.classes
     if L.classes == 1:
-        flip = (_pick(lists, 0, L.lanes) - 1).to(tl.uint32, bitcast=True)
+        flip = (pick(lists, 0, L.lanes) - 1).to(tl.uint32, bitcast=True)
         for at in range(0, groups, PIECE):
             g = at + tl.arange(0, PIECE)
             x = tl.load(bits + g, mask=g < groups, other=0).to(tl.uint32, bitcast=True) ^ flip
@@ -293,9 +293,9 @@ def _gather(bits, masks, groups, m, starts, lists, L: tl.constexpr):
         # Of each class but the first the bit of its next element.
         next_bits, others = (m * 0).to(tl.int64), m * 0
         for j in tl.static_range(CLASSES):
-            flips = flips + ((_pick(lists, j, L.lanes) - 1).to(tl.uint32, bitcast=True),)
+            flips = flips + ((pick(lists, j, L.lanes) - 1).to(tl.uint32, bitcast=True),)
             if j > 0:
-                start = _pick(starts, j, L.lanes)
+                start = pick(starts, j, L.lanes)
                 next_bits |= start.to(tl.int64) << 16 * (j - 1)
                 others += start
         for at in range(0, groups, PIECE):
@@ -476,9 +476,9 @@ def _find(base, words, count, m, info, L: tl.constexpr):
         tl.debug_barrier()
         for j in range(CODED):
             # fmt: off
-            gap_at, wrong = _find_places(
-                words, count, gap_at, end, _pick(low_at, j, LANES), _pick(low, j, LANES),
-                _pick(listed, j, LANES), _pick(sizes, j, LANES), _pick(starts, j, LANES), bits,
+            gap_at, wrong = find_places(
+                words, count, gap_at, end, pick(low_at, j, LANES), pick(low, j, LANES),
+                pick(listed, j, LANES), pick(sizes, j, LANES), pick(starts, j, LANES), bits,
             )
             # fmt: on
             bad = bad | wrong
@@ -706,7 +706,11 @@ def change_one(t, p, from_ptr, out_ptr, to, lo, hi, status_ptr, L: tl.constexpr)
             else:
                 terms = tl.zeros([], tl.uint64)
                 kind = m * 0 + SAME
-                plain = (tl.load(words, mask=count > 0, other=0) & 1) != 0
+                word = tl.load(words, mask=count > 0, other=0)
+                if L.adaptive:
+                    # Here a tile of planes is as the base: `flip_one` goes on with it.
+                    count = tl.where((word & _PLANES_HEAD) == _PLANES_HEAD, 0, count)
+                plain = ((word & 1) != 0) & (count > 0)
                 if plain:
                     kind = m * 0 + PLAIN
                     terms, bad = _check_plain(base, words, count, m, begin, L.item)

@@ -16,10 +16,12 @@ from .common.memory_cpu import item
 from .common.threads import run, spans
 from .delta import (
     EXCESS,
+    FORMS,
     LOG_TILE,
     MAX_QUOTIENT,
     SAMPLED,
     TILE,
+    TRY_PLANES,
     Delta,
     index_of,
 )
@@ -44,7 +46,6 @@ from .delta_bits_cpu import (
     end_words,
     exponent_of,
     extract,
-    gap_low_bits,
     held_at,
     kind_numbers,
     list_positions,
@@ -54,12 +55,17 @@ from .delta_bits_cpu import (
     ordered_bits,
     popcount,
     put,
+    put_low,
+    put_quotients,
     put_short,
     set_hot,
     set_limits,
     sort_classes,
     space_for,
 )
+from .delta_planes_cpu import encode_planes
+
+_OVERWRITE, _ADAPTIVE = FORMS["overwrite"], FORMS["adaptive"]
 
 
 @part(apart=True, nogil=True)
@@ -167,52 +173,6 @@ def _list_classes(n, n_classes, space):
 
 
 @part(nogil=True)
-def _put_low(to, n_classes, space):
-    """Write the low bits of all gaps; where the next code goes."""
-    words, listed = space.words, space.list
-    data = view_as(words, np.uint8)
-    held = held_at(words, to)
-    first = 0
-    for c in range(n_classes):
-        stop = first + space.listed[c]
-        low = gap_low_bits(space.sizes[c], space.listed[c])
-        mask, last = low_mask(low), -1
-        for j in range(first, stop):
-            rank = I8(item(listed, j))
-            held = put_short(data, to, U8(rank - last - 1) & mask, low, held)
-            last = rank
-            to += low
-        first = stop
-    end_words(words, to)
-    return to
-
-
-@part(nogil=True)
-def _put_quotients(to, n_classes, space):
-    """Write the quotients of all gaps; where the next code goes."""
-    words, listed = space.words, space.list
-    first = 0
-    for c in range(n_classes):
-        size, stop = space.sizes[c], first + space.listed[c]
-        low = gap_low_bits(size, space.listed[c])
-        most = stop - first + (size >> low) if stop > first else 0
-        for i in range((to >> 6) + 1, (to + most >> 6) + 2):
-            words[i] = 0
-        block, last = to >> 6, -1
-        here = words[block]
-        for j in range(first, stop):
-            rank = I8(item(listed, j))
-            to += rank - last - 1 >> low
-            last = rank
-            here = (here if to >> 6 == block else ZERO) | ONE << U8(to & 63)
-            block = to >> 6
-            words[U8(block)] = here
-            to += 1
-        first = stop
-    return to
-
-
-@part(nogil=True)
 def _compare(base, x, changed):
     """Bits of the elements of a tile that have changed; how many there are."""
     found, n = ZERO, x.size
@@ -261,7 +221,7 @@ def _encode_new(x, m, kind, space, out, used):
     _list_classes(n, I8(1), space)
     words[0] = 0
     to = _put_gamma(words, I8(1), m + 1)
-    to = _put_quotients(_put_low(to, I8(1), space), I8(1), space)
+    to = put_quotients(words, put_low(words, to, I8(1), space), I8(1), space)
     if -(-(to + m * width) // 32) > 1 + -(-n * x.itemsize // 4):
         return _write_plain(x, out, used)
     data = view_as(words, np.uint8)
@@ -336,8 +296,8 @@ def _split(m, width, space):
 
 
 @part(nogil=True)
-def _encode_differences(base, x, m, kind, space, out, used):
-    """As `_encode_new`, in the form difference."""
+def _encode_differences(base, x, m, kind, form, space, out, used):
+    """As `_encode_new`, in the form difference, or adaptive."""
     n, n_classes, width = x.size, kind[4], I8(8 * x.itemsize)
     words = space.words
     _measure(base, x, m, kind, space)
@@ -358,22 +318,28 @@ def _encode_differences(base, x, m, kind, space, out, used):
     for c in range(n_classes):
         to = _put_gamma(words, to, space.counts[c] + 1)
     to = _put_gamma(words, to, exceptions + 1)
-    to = _put_low(to, n_classes, space)
+    to = put_low(words, to, n_classes, space)
     to = append(words, to, space.negative, m)
-    to = _put_quotients(to, n_classes, space)
+    to = put_quotients(words, to, n_classes, space)
     to = append(words, to, space.unary, unary_bits)
     to = append(words, to, space.lows, low_bits)
     for k in range(exceptions):
         j = I8(space.exceptions[k])
         to = put(words, to, U8(j), I8(LOG_TILE))
         to = put(words, to, U8(space.changes[j]), width)
-    if -(-to // 32) > 1 + -(-n * x.itemsize // 4):
+    count, of_plain = -(-to // 32), 1 + -(-n * x.itemsize // 4)
+    if form == _ADAPTIVE and TRY_PLANES * count > of_plain:
+        most = count - 1 if count <= of_plain else of_plain
+        nbits = encode_planes(base, x, space, 32 * most)
+        if nbits >= 0:
+            return _flush(space.planes, nbits, out, used)
+    if count > of_plain:
         return _write_plain(x, out, used)
     return _flush(words, to, out, used)
 
 
 @cached(nogil=True)
-def _encode_tiles(base, x, start, kind, overwrite, space, out, ends):
+def _encode_tiles(base, x, start, kind, form, space, out, ends):
     """Encode the tiles of elements of which the first has the number `start` in the chunk.
 
     `ends` gets where the words of each end in `out`, in bytes. Returns what the digests of base and
@@ -400,10 +366,10 @@ def _encode_tiles(base, x, start, kind, overwrite, space, out, ends):
                     i = I8(item(space.positions, j))
                     gain = digest_gain(U8(old[i]), U8(new[i]), start + at + i, x.itemsize)
                     after += gain
-            if overwrite:
+            if form == _OVERWRITE:
                 used = _encode_new(new, m, kind, space, out, used)
             else:
-                used = _encode_differences(old, new, m, kind, space, out, used)
+                used = _encode_differences(old, new, m, kind, form, space, out, used)
         ends[tile] = used
     return before, before + after
 
@@ -434,7 +400,7 @@ def encode_chunk(
             x,
             first * TILE,
             kind_numbers(chunk.dtype),
-            spec.form == "overwrite",
+            FORMS[spec.form],
             space_for(chunk.dtype),
             out,
             ends,

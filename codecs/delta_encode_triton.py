@@ -55,6 +55,8 @@ from .delta_words_triton import (
 
 _SAMPLED, _MAX_QUOTIENT = tl.constexpr(delta.SAMPLED), tl.constexpr(delta.MAX_QUOTIENT)
 _X0, _X1, _X2, _X3 = (tl.constexpr(excess) for excess in delta.EXCESS)
+#: How a tile is stored, in its work memory: plain, or as planes, else 0.
+OF_PLAIN, OF_PLANES = tl.constexpr(1), tl.constexpr(2)
 #: Scales that are weighed at a time.
 _SCALES = tl.constexpr(64)
 
@@ -66,7 +68,7 @@ def _shifted(v, n):
 
 
 @triton.jit
-def _put(words, at, value, n, use):
+def put(words, at, value, n, use):
     """Set the low `n` bits of values, uint32, from bit `at` on where there are zeros."""
     kept = value.to(tl.uint64) & ((value.to(tl.uint64) * 0 + 1 << n.to(tl.uint64)) - 1)
     wide = kept << (at & 31).to(tl.uint64)
@@ -264,7 +266,7 @@ def scan_one(x_ptr, from_ptr, t, L: tl.constexpr):
 def measure_one(x_ptr, from_ptr, t, L: tl.constexpr):
     """What a tile takes, its words if they are not many, and its share of the result's digest.
 
-    Known of a tile: words, whether it is plain, center, scale, exceptions, bits of quotients, low
+    Known of a tile: words, how it is stored, center, scale, exceptions, bits of quotients, low
     bits, changes; then of each class size, changes, and bits of quotients of gaps; whether elements
     are listed section by section, how many there are else, which classes are listed wholly.
     """
@@ -299,7 +301,7 @@ def measure_one(x_ptr, from_ptr, t, L: tl.constexpr):
                     )
                 window += MOST_LISTED
         if step == 0:
-            _clear_words(info + COUNTS, 2 * MOST_COUNTS)
+            clear_words(info + COUNTS, 2 * MOST_COUNTS)
     tl.atomic_add(t.sums + 2, digest.to(tl.int64, bitcast=True), sem="relaxed")
     total = tl.sum(changes, 0)
     words, plain = m * 0, m * 0
@@ -386,7 +388,8 @@ def _write_plain(x, m, words, count, ITEM: tl.constexpr):
 
 
 @triton.jit
-def _clear_words(words, count):
+def clear_words(words, count):
+    """Make so many words 0."""
     for at in range(0, count, 512):
         i = at + tl.arange(0, 512)
         tl.store(words + i, tl.zeros([512], tl.int32), mask=i < count)
@@ -396,7 +399,7 @@ def _clear_words(words, count):
 def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
     """A coded tile, by what `measure_one` has found of it."""
     c = tl.arange(0, 8)
-    _clear_words(words, count)
+    clear_words(words, count)
     tl.debug_barrier()
     center, scale, exceptions = tl.load(info + 2), tl.load(info + 3), tl.load(info + 4)
     sizes, changes = tl.load(info + 8 + c), tl.load(info + 16 + c)
@@ -409,22 +412,22 @@ def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
     head = m * 0 + 1
     if not L.overwrite:
         zero = c * 0
-        _put(words, zero + head, (zero + center).to(tl.uint32), zero + L.exponent, one)
+        put(words, zero + head, (zero + center).to(tl.uint32), zero + L.exponent, one)
         head += L.exponent
-        _put(words, zero + head, (zero + scale).to(tl.uint32), zero + L.scale_bits, one)
+        put(words, zero + head, (zero + scale).to(tl.uint32), zero + L.scale_bits, one)
         head += L.scale_bits
     coded = c < L.classes
     below = log16(changes + 1) - 1
     lengths = tl.where(coded, 2 * below + 1, 0)
     gamma_at = head + tl.cumsum(lengths, 0) - lengths
     ones = (c * 0 + 1).to(tl.uint32)
-    _put(words, gamma_at + below, ones, c * 0 + 1, coded)
-    _put(words, gamma_at + below + 1, (changes + 1).to(tl.uint32), below, coded & (below > 0))
+    put(words, gamma_at + below, ones, c * 0 + 1, coded)
+    put(words, gamma_at + below + 1, (changes + 1).to(tl.uint32), below, coded & (below > 0))
     head += tl.sum(lengths, 0)
     if not L.overwrite:
         more = log16(c * 0 + exceptions + 1) - 1
-        _put(words, head + more, ones, c * 0 + 1, one)
-        _put(words, head + more + 1, (c * 0 + exceptions + 1).to(tl.uint32), more, one & (more > 0))
+        put(words, head + more, ones, c * 0 + 1, one)
+        put(words, head + more + 1, (c * 0 + exceptions + 1).to(tl.uint32), more, one & (more > 0))
         head += 2 * tl.max(more, 0) + 1
     fields = tl.minimum(changes, sizes - changes) * low
     low_at = head + tl.cumsum(fields, 0) - fields
@@ -473,17 +476,17 @@ def _write_list(
         )
         own = (lows >> (c * 4)) & 15
         to = _of_class(low_at - begins * low, c) + q * own
-        _put(words, to, gap.to(tl.uint32), own, there & (own > 0))
+        put(words, to, gap.to(tl.uint32), own, there & (own > 0))
         low_at += counts * low
         codes = tl.where(there, (gap >> own) + 1, 0)
         sums = tl.sum(_by_class(codes, c), 1)
         to = _of_class(gap_at - tl.cumsum(sums, 0) + sums, c) + tl.cumsum(codes, 0) - 1
-        _mark(words, to, there)
+        mark_bits(words, to, there)
         gap_at += sums
         mark = changed.to(tl.int32)
         if L.overwrite:
             k = done + tl.cumsum(mark, 0) - mark
-            _put(words, value_at + k * WIDTH, y, mark * WIDTH, changed)
+            put(words, value_at + k * WIDTH, y, mark * WIDTH, changed)
             done += tl.sum(mark, 0)
         else:
             negative, size, hot, bits, quotient, exception = _change(v, y, scale, L)
@@ -494,14 +497,14 @@ def _write_list(
             all_four |= (code.to(tl.int64) << 32) | (bits.to(tl.int64) << 48)
             upto, total = tl.cumsum(all_four, 0), tl.sum(all_four, 0)
             k = done + _quarter(upto, 0) - mark
-            _mark(words, sign_at + k, changed & negative)
-            _mark(words, quotient_at + _quarter(upto, 2) - 1, changed & (hot != 0))
+            mark_bits(words, sign_at + k, changed & negative)
+            mark_bits(words, quotient_at + _quarter(upto, 2) - 1, changed & (hot != 0))
             to = value_at + _quarter(upto, 3) - bits
-            _put(words, to, tl.where(exception, 0, size), bits, bits > 0)
+            put(words, to, tl.where(exception, 0, size), bits, bits > 0)
             if _quarter(total, 1) > 0:
                 to = exception_at + (number + _quarter(upto, 1) - odd) * (LOG_TILE + WIDTH)
-                _put(words, to, k.to(tl.uint32), odd * LOG_TILE, odd != 0)
-                _put(words, to + LOG_TILE, size, odd * WIDTH, odd != 0)
+                put(words, to, k.to(tl.uint32), odd * LOG_TILE, odd != 0)
+                put(words, to + LOG_TILE, size, odd * WIDTH, odd != 0)
             done += _quarter(total, 0)
             number += _quarter(total, 1)
             quotient_at += _quarter(total, 2)
@@ -517,7 +520,7 @@ def _quarter(sums, k):
 
 
 @triton.jit
-def _mark(words, at, use):
+def mark_bits(words, at, use):
     """Set single bits."""
     one = (at * 0 + 1) << (at & 31)
     tl.atomic_or(words + (at >> 5), one, mask=use, sem="relaxed")
@@ -578,8 +581,9 @@ def pack_one(x_ptr, from_ptr, t, p, L: tl.constexpr):
                 count = tl.load(t.info)
                 words = p.dynamic_ptr.to(tl.pointer_type(tl.int32))
                 words += before.to(tl.uint32, bitcast=True).to(tl.int64)
-                if count > 0:
-                    if tl.load(t.info + 1) != 0:
+                kind = tl.load(t.info + 1)
+                if (count > 0) & (kind != OF_PLANES):
+                    if kind == OF_PLAIN:
                         _write_plain(x, t.m, words, count, L.item)
                     elif count <= SLOT_WORDS:
                         for at in range(0, count, 256):

@@ -6,7 +6,8 @@ Encoding: one launch compares, one lists what has changed and writes what it tak
 one adds up how many words tiles have, one moves them to where they belong. Decoding: one launch
 reads the base, one checks records, checksums and digests of bases, one decodes, one compares
 digests of results. In the memory of the base only then is anything written: by one launch changes
-that were listed, by a last one those of tiles with more of them.
+that were listed, by a last one those of tiles with more of them. In the form adaptive a launch
+behind each of those that measure, write and decode does so with tiles of planes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .common.minifloat_triton import aligned_for
 from .delta import Delta, kind_of, sums_scratch, tile_count
 from .delta_decode_triton import change_one, part_of
 from .delta_encode_triton import Room, measure_one, pack_one, place_one, scan_one
+from .delta_planes_triton import flip_one, size_one, write_planes_one
 from .delta_read_triton import check_one, read_one, result_one, write_one
 from .delta_words_triton import SUMS, TILE, Launch, tile_of
 
@@ -58,6 +60,22 @@ def _measure_kernel(
     """See `measure_one`."""
     t = tile_of(tl.program_id(0), nelem, chunk_nelem, tiles, scratch_ptr, sums_words)
     measure_one(x_ptr, from_ptr, t, L)
+
+
+@kernel
+def _size_kernel(
+    x_ptr,
+    from_ptr,
+    scratch_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    sums_words: tl.int64,
+    L: tl.constexpr,
+):
+    """See `size_one`."""
+    t = tile_of(tl.program_id(0), nelem, chunk_nelem, tiles, scratch_ptr, sums_words)
+    size_one(x_ptr, from_ptr, t, L)
 
 
 @kernel
@@ -97,6 +115,31 @@ def _pack_kernel(
     _, _, static_ptr, dynamic_ptr, record_ptr = chunk_at(out_ptr, t.chunk, nelem, chunk_nelem, g)
     room = Room(static_ptr, dynamic_ptr, record_ptr, static_stride * 128, dynamic_stride * 128)
     pack_one(x_ptr, from_ptr, t, room, L)
+
+
+@kernel
+def _write_planes_kernel(
+    x_ptr,
+    from_ptr,
+    out_ptr,
+    scratch_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    sums_words: tl.int64,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    dynamic_at: tl.int64,
+    dynamic_stride: tl.int64,
+    L: tl.constexpr,
+):
+    """See `write_planes_one`."""
+    t = tile_of(tl.program_id(0), nelem, chunk_nelem, tiles, scratch_ptr, sums_words)
+    g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
+    _, _, static_ptr, dynamic_ptr, record_ptr = chunk_at(out_ptr, t.chunk, nelem, chunk_nelem, g)
+    room = Room(static_ptr, dynamic_ptr, record_ptr, static_stride * 128, dynamic_stride * 128)
+    write_planes_one(x_ptr, from_ptr, t, room, L)
 
 
 @kernel
@@ -185,6 +228,39 @@ def _change_kernel(
 
 
 @kernel
+def _flip_kernel(
+    src_ptr,
+    from_ptr,
+    out_ptr,
+    scratch_ptr,
+    status_ptr,
+    starts_ptr,
+    start: tl.int64,
+    stop: tl.int64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    first_tile: tl.int64,
+    sums_words: tl.int64,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    dynamic_at: tl.int64,
+    dynamic_stride: tl.int64,
+    slot: tl.int64,
+    L: tl.constexpr,
+):
+    """See `flip_one`; elements `start` to `stop` of the tensor are wanted."""
+    pid = tl.program_id(0).to(tl.int64) + first_tile
+    t = tile_of(pid, nelem, chunk_nelem, tiles, scratch_ptr, sums_words)
+    g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
+    p = part_of(src_ptr, starts_ptr, t, g, slot, L)
+    lo = tl.minimum(tl.maximum(start - t.first, 0), t.m).to(tl.int32)
+    hi = tl.minimum(tl.maximum(stop - t.first, 0), t.m).to(tl.int32)
+    flip_one(t, p, from_ptr, out_ptr, t.first - start, lo, hi, status_ptr, L)
+
+
+@kernel
 def _result_kernel(
     src_ptr,
     scratch_ptr,
@@ -250,6 +326,8 @@ def variant_of(
 #: Warps and registers. What lanes tell each other of a tile's changes needs no barrier in one warp.
 #: With fewer registers more tiles are in flight, which wait for memory.
 SCAN, MEASURE, CHANGES = (4, 80), (1, 160), (1, 128)
+#: Those of tiles of planes, which look at all elements, and of what writes them.
+PLANES, WRITE_PLANES = (4, 96), (4, 128)
 _RESULT = Variant(_result_kernel, options(1))
 _PLACE = Variant(_place_kernel, options(16))
 
@@ -273,6 +351,11 @@ def _launches(plan: Plan) -> _Launches:
     return found
 
 
+def is_adaptive(spec) -> bool:
+    """Whether tiles may be planes."""
+    return bool(spec.form == "adaptive")
+
+
 def supports(dtype: DType) -> bool:
     """Elements of 8 bytes are coded on the host."""
     return dtype.itemsize <= 4
@@ -286,12 +369,18 @@ def encode(plan: Plan, x, out, scratch, stats=None, key=None, *, base) -> None:
         return
     programs = g.tiles * plan.chunks
     aligned = aligned_for(plan, x) and aligned_for(plan, base)
-    for which, chosen in ((_scan_kernel, SCAN), (_measure_kernel, MEASURE)):
+    measured = [(_scan_kernel, SCAN), (_measure_kernel, MEASURE)]
+    packing = [variant_of(_pack_kernel, spec, dtype, sums=plan.checksum, aligned=aligned)]
+    if is_adaptive(spec):
+        measured.append((_size_kernel, PLANES))
+        write = variant_of(_write_planes_kernel, spec, dtype, *WRITE_PLANES, aligned=aligned)
+        packing.append(write)
+    for which, chosen in measured:
         variant = variant_of(which, spec, dtype, *chosen, aligned=aligned)
         variant.launch(programs, (x, base, scratch), *g.sizes, g.sums_words)
     _PLACE.launch(plan.chunks, (scratch,), *g.sizes, g.sums_words)
-    pack = variant_of(_pack_kernel, spec, dtype, sums=plan.checksum, aligned=aligned)
-    pack.launch(programs, (x, base, out, scratch), *g.sizes, g.sums_words, *g.places)
+    for pack in packing:
+        pack.launch(programs, (x, base, out, scratch), *g.sizes, g.sums_words, *g.places)
     if plan.checksum:
         add_sums(plan, g.parts, out, g.tiles)
 
@@ -346,13 +435,16 @@ def decode(
         size = plan.chunk_nelem
         return i // size * g.tiles + i % size // int(TILE.value)
 
+    adaptive = is_adaptive(spec)
+    changing = [(_change_kernel, CHANGES)] + adaptive * [(_flip_kernel, PLANES)]
+
     def change(target, near: bool, **values: bool) -> None:
-        variant = variant_of(
-            _change_kernel, spec, dtype, *CHANGES, packed=packed, aligned=near, **values
-        )
+        values |= {"packed": packed, "aligned": near, "adaptive": adaptive}
         tensors = src, base, target, scratch, status, starts
         numbers = start, stop, *g.sizes, place(start), g.sums_words, *g.places, slot
-        variant.launch(place(stop - 1) + 1 - place(start), tensors, *numbers)
+        for which, chosen in changing:
+            variant = variant_of(which, spec, dtype, *chosen, **values)
+            variant.launch(place(stop - 1) + 1 - place(start), tensors, *numbers)
 
     apart = store and not in_place
     if start < stop:

@@ -38,7 +38,7 @@ class Launch:
     `lanes` is the number of classes as shapes need it. `overwrite` is the form, `store`: decoded
     elements are wanted, `sums`: so are checksum terms. `known`: what changed was looked for before.
     `packed`: dynamic parts are where they are said to start. `aligned`: elements of chunks are at
-    multiples of 16 bytes. `over`: the tensor is the base's memory.
+    multiples of 16 bytes. `over`: the tensor is the base's memory. `adaptive`: the form, to decode.
     """
 
     item: int
@@ -55,6 +55,7 @@ class Launch:
     packed: bool = False
     aligned: bool = False
     over: bool = False
+    adaptive: bool = False
 
     @property
     def listed(self) -> int:

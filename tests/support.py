@@ -71,7 +71,9 @@ CODEC_PARAMS: dict[str, list[dict[str, Any]]] = {
 }
 
 #: As `CODEC_PARAMS`, of the codecs that need a base.
-BASE_PARAMS: dict[str, list[dict[str, Any]]] = {"delta": [{}, {"form": "overwrite"}]}
+BASE_PARAMS: dict[str, list[dict[str, Any]]] = {
+    "delta": [{}, {"form": "overwrite"}, {"form": "difference"}]
+}
 #: Codecs that code a tensor by itself.
 ALONE = [name for name in tw.list_codecs() if name not in BASE_PARAMS]
 

@@ -106,7 +106,7 @@ def publish(
     where: Transport | PathLike,
     *,
     codec: str | Codec = "zipccl",
-    form: str = "difference",
+    form: str = "adaptive",
     keep: bool = True,
     bucket_nbytes: int | None = None,
     chain_limit: int | None = None,

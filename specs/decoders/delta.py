@@ -11,13 +11,13 @@ NEEDS_BASE = True
 
 # delta.md, "Parameters"
 
-DIFFERENCE, OVERWRITE = 0, 1
+DIFFERENCE, OVERWRITE, ADAPTIVE = 0, 1, 3
 
 
 def parameters(params: bytes, dtype: Dtype) -> int:
     """The form; parameters that no encoder writes are refused."""
     check(len(params) == 8, "bad_header", f"delta has 8 bytes of parameters, not {len(params)}")
-    check(params[0] <= 1, "bad_header", f"form {params[0]}")
+    check(params[0] in (DIFFERENCE, OVERWRITE, ADAPTIVE), "bad_header", f"form {params[0]}")
     check(params[1] == 15, "bad_header", f"tile size 2^{params[1]}")
     check(not any(params[2:]), "bad_header", "nonzero end of the parameters")
     return params[0]
@@ -168,8 +168,12 @@ def decode_tile(h: Header, old: list[int], words: bytes) -> list[int]:
     size = h.dtype.nbytes
     bits = Bits(words)
     if bits.number(1):
-        check(bits.number(31) == 0, "bad_payload", "the first word of a plain tile")
-        new = [bits.number(8 * size) for _ in old]
+        if bits.number(1):
+            check(h.params == ADAPTIVE, "bad_payload", "planes")
+            new = decode_planes(h, old, bits)
+        else:
+            check(bits.number(30) == 0, "bad_payload", "the first word of a plain tile")
+            new = [bits.number(8 * size) for _ in old]
     elif h.params == OVERWRITE:
         changes = bits.gamma() - 1
         check(changes > 0, "bad_payload", "no changes")
@@ -182,6 +186,24 @@ def decode_tile(h: Header, old: list[int], words: bytes) -> list[int]:
     else:
         new = decode_differences(h, old, bits)
     bits.end()
+    return new
+
+
+def decode_planes(h: Header, old: list[int], bits: Bits) -> list[int]:
+    """The elements of a tile of planes."""
+    there = [k for k in range(8 * h.dtype.nbytes) if bits.number(1)]
+    check(len(there) > 0, "bad_payload", "no planes")
+    counts = [bits.number(15) + 1 for _ in there]
+    new = list(old)
+    for k, ones in zip(there, counts, strict=True):
+        places = Flags(len(old), ones)
+        if 8 * places.listed > 3 * len(old):
+            flags = [bits.number(1) == 1 for _ in old]
+            check(sum(flags) == ones, "bad_payload", "a bitmap with another number of ones")
+        else:
+            places.read_low(bits)
+            flags = places.read(bits)
+        new = [v ^ flag << k for v, flag in zip(new, flags, strict=True)]
     return new
 
 

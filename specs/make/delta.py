@@ -94,6 +94,55 @@ def valid() -> Iterator[Any]:
     x[[3, 990]] = 1.0
     yield coded("float64_below_one", x, base)
     yield from rules()
+    yield from adaptive()
+
+
+def adaptive() -> Iterator[Any]:
+    """The form adaptive: tiles of planes, and what is as in the form difference."""
+
+    def made(name: str, x: Array, base: Array, **options: Any) -> Any:
+        return coded(name, x, base, "adaptive", **options)
+
+    base = data.bell(960, "bfloat16", 1000)
+    yield made("bfloat16_signs", flipped(961, base, {15: 0.5}), base)
+    # Planes of ones alone, a bitmap, few ones and few zeros.
+    doubled = (2 * base.astype(np.float32)).astype(base.dtype)
+    yield made("bfloat16_doubled", doubled, base)
+    yield made("bfloat16_planes", flipped(962, base, {0: 0.375, 3: 1, 4: 0.01, 9: 0.97}), base)
+    base, x = step(963, "bfloat16", 1500, 1e-6)
+    yield made("bfloat16_adaptive", x, base)
+    base = data.bell(964, "bfloat16", 1501)
+    x = flipped(965, base, {15: 0.5})
+    x[501:1002] = base[501:1002]
+    x.view(np.uint16)[1002::90] += 1
+    yield made("bfloat16_planes_3_chunks", x, base, chunks=3)
+    # Tiles of differences, plain, of planes.
+    base = random(966, "uint8", 66000)
+    x = flipped(967, base, {2: 0.4, 7: 0.1})
+    x[:32768] = base[:32768]
+    x[5:32768:6000] ^= 1
+    x[32768:65536] = random(980, "uint8", 32768)
+    yield made("uint8_three_tiles", x, base)
+    base = random(968, "int32", 700)
+    yield made("int32_planes", flipped(969, base, {0: 0.5, 31: 0.2, 17: 0.9}), base)
+    base = data.bell(970, "float8_e4m3fn", 900)
+    yield made("float8_e4m3fn_planes", flipped(971, base, {7: 0.5, 0: 0.1}), base)
+    base = data.bell(972, "float32", 600)
+    yield made("float32_planes", flipped(973, base, {31: 0.5, 23: 1, 24: 0.5}), base)
+    base = data.bell(974, "float64", 333)
+    yield made("float64_planes", flipped(975, base, {63: 0.5, 52: 0.8, 1: 0.02}), base)
+    base = random(976, "uint64", 250)
+    yield made("uint64_planes", flipped(977, base, {0: 0.5, 62: 1}), base)
+
+
+def flipped(seed: int, base: Array, shares: dict[int, float]) -> Array:
+    """`base` with these bits flipped, each in a share of the elements."""
+    rng = np.random.default_rng(seed)
+    kind = BY_NAME[base.dtype.name]
+    bits = base.view(kind.bits).copy()
+    for k, share in shares.items():
+        bits[rng.random(base.size) < share] ^= kind.bits.type(1 << k)
+    return bits.view(kind.numpy)
 
 
 def rules() -> Iterator[Any]:
@@ -107,7 +156,7 @@ def rules() -> Iterator[Any]:
     y = x.copy()
     y[:500] = random(946, "bfloat16", 500)
     yield coded("bfloat16_raw_chunk", y, base, chunks=3)
-    buffer = tw.codec("delta").encode(x, base=base, backend="ref", chunks=3)
+    buffer = tw.codec("delta", form="difference").encode(x, base=base, backend="ref", chunks=3)
     slotted = buffer.array.copy()
     slotted[buffer.plan.dynamic_offset :] = 0
     for i in range(3):
@@ -158,13 +207,15 @@ def edit(change: Callable[[common.Parts], object], **options: Any) -> tuple[byte
     return made.join(), ones(options.get("n", 2000), options.get("dtype", "bfloat16")).tobytes()
 
 
-def tile(dtype: str, x: Array, *fields: tuple[str, Any]) -> tuple[bytes, bytes]:
+def tile(
+    dtype: str, x: Array, *fields: tuple[str, Any], form: str = "difference"
+) -> tuple[bytes, bytes]:
     """A buffer with one tile, made of these codes, whose result is to be `x`; base: see `ones`.
 
     Checksum and digests are right: where the tile is wrong the digest of the result is not looked
     at.
     """
-    made = parts(x.size, dtype=dtype)
+    made = parts(x.size, dtype=dtype, form=form)
     out = Writer()
     for name, value in fields:
         if name == "unary":
@@ -186,7 +237,8 @@ def swapped() -> tuple[bytes, bytes]:
     x[3000] = 5
     other = np.zeros(4000, np.int32)
     other[[101, 2000]] = 1
-    return bytes(tw.encode(x, "delta", base=base, backend="ref")), other.tobytes()
+    buffer = tw.codec("delta", form="difference").encode(x, base=base, backend="ref")
+    return bytes(buffer), other.tobytes()
 
 
 def codes(dtype: str = "uint8", **wrong: Any) -> list[tuple[str, Any]]:
@@ -219,9 +271,9 @@ def one_changed(n: int = 200, dtype: str = "uint8") -> Array:
     return x
 
 
-def plain(first: int, values: bytes) -> tuple[bytes, bytes]:
+def plain(first: int, values: bytes, form: str = "difference") -> tuple[bytes, bytes]:
     """A buffer whose second tile, of 233 integers, is a first word and these bytes."""
-    made = parts(33001, dtype="uint8")
+    made = parts(33001, dtype="uint8", form=form)
     made.dynamic[0] = bytearray(first.to_bytes(4, "little") + values)
     made.dynamic[0] += bytes(-len(values) % 4)
     made.static[0][16:24] = bytes(8)
@@ -274,6 +326,60 @@ def bad_tiles() -> dict[str, tuple[bytes, bytes]]:
     }
 
 
+def planes(n: int = 200, **wrong: Any) -> list[tuple[str, Any]]:
+    """The codes of a tile of planes of `n` integers of 8 bits, in their order.
+
+    Bit 1 of number 150 is flipped, and bit 7 of every second one.
+    """
+    found: dict[str, Any] = {
+        "head": ("2", 3),
+        "there": ("8", 0b10000010),
+        "ones": [("15", 0), ("15", 99)],
+        "low": ("7", 22),
+        "quotient": ("unary", [1]),
+        "bitmap": [("50", 0x1555555555555)] * 4,
+    }
+    listed: list[tuple[str, Any]] = []
+    for value in (found | wrong).values():
+        listed += value if isinstance(value, list) else [value]
+    return listed
+
+
+def bad_planes() -> dict[str, tuple[bytes, bytes]]:
+    """delta.md, "Checks", 3 to 5 and 9, of a tile of planes."""
+    x = ones(200, "uint8")
+    x[150] ^= 2
+    x[::2] ^= 128
+
+    def of(*codes: tuple[str, Any], form: str = "adaptive") -> tuple[bytes, bytes]:
+        return tile("uint8", x, *codes, form=form)
+
+    right = of(*planes())
+    if tw.decode(right[0], base=ones(200, "uint8")).tobytes() != x.tobytes():
+        raise AssertionError("the tile without damage is not right")
+    other = x.copy()
+    other[0] ^= 1
+    few = [("15", 0)]
+    return {
+        "delta_planes_in_difference": of(*planes(), form="difference"),
+        "delta_planes_in_overwrite": of(*planes(), form="overwrite"),
+        "delta_planes_none": of(*planes(there=("8", 0), ones=[], low=[], quotient=[], bitmap=[])),
+        "delta_planes_count_above_tile": of(*planes(ones=[("15", 200), ("15", 99)])),
+        "delta_planes_gap_beyond": of(*planes(low=("7", 72))),
+        "delta_planes_gap_far_beyond": of(*planes(quotient=("unary", [40]))),
+        "delta_planes_gaps_end_early": of(
+            *planes(there=("8", 2), ones=few, quotient=("20", 0), bitmap=[])
+        ),
+        "delta_planes_bitmap_ends_early": of(*planes(bitmap=[("50", 0x1555555555555)] * 3)),
+        "delta_planes_bitmap_ones": of(*planes(bitmap=[("50", 0x1555555555555)] * 3 + [("50", 1)])),
+        "delta_planes_bits_left": of(*planes(), ("1", 1)),
+        "delta_planes_word_left": of(*planes(), ("32", 0)),
+        "delta_planes_head_alone": of(("2", 3), ("8", 255)),
+        "delta_planes_result_digest": tile("uint8", other, *planes(), form="adaptive"),
+        "delta_adaptive_plain_bits": plain(5, bytes(233), form="adaptive"),
+    }
+
+
 def invalid() -> dict[str, tuple[bytes, str, bytes]]:
     """What is wrong in delta buffers only."""
     base = ones(2000).tobytes()
@@ -282,6 +388,7 @@ def invalid() -> dict[str, tuple[bytes, str, bytes]]:
     index, changes = parts().header.sections
     wrong = {
         "form_2": (0, b"\2"),
+        "form_4": (0, b"\4"),
         "tile_size_14": (1, b"\x0e"),
         "parameters_reserved": (7, b"\1"),
     }
@@ -319,14 +426,20 @@ def invalid() -> dict[str, tuple[bytes, str, bytes]]:
         "delta_base_with_swaps": swapped(),
     }
     many = 40000
-    bad = bad_tiles() | {
-        "delta_half_word": edit(lambda p: p.dynamic[0].extend(b"\0\0")),
-        "delta_ends_early": edit(lambda p: p.dynamic[0].__delitem__(slice(-4, None))),
-        "delta_first_offset": edit(lambda p: common.put(p, 0, 16, b"\1")),
-        "delta_offset_falls": edit(lambda p: common.put(p, 0, 16, b"\2\0\0\0\1"), n=many),
-        "delta_offset_beyond": edit(lambda p: common.put(p, 0, 20, b"\xff\xff\xff\xff"), n=many),
-        "delta_overwrite_gap_beyond": edit(overwrite_beyond, form="overwrite", n=300),
-    }
+    bad = (
+        bad_tiles()
+        | bad_planes()
+        | {
+            "delta_half_word": edit(lambda p: p.dynamic[0].extend(b"\0\0")),
+            "delta_ends_early": edit(lambda p: p.dynamic[0].__delitem__(slice(-4, None))),
+            "delta_first_offset": edit(lambda p: common.put(p, 0, 16, b"\1")),
+            "delta_offset_falls": edit(lambda p: common.put(p, 0, 16, b"\2\0\0\0\1"), n=many),
+            "delta_offset_beyond": edit(
+                lambda p: common.put(p, 0, 20, b"\xff\xff\xff\xff"), n=many
+            ),
+            "delta_overwrite_gap_beyond": edit(overwrite_beyond, form="overwrite", n=300),
+        }
+    )
     for reason, group in (
         ("reserved_not_zero", zeros),
         ("base_mismatch", mismatch),

@@ -48,7 +48,7 @@ def save_delta(
     directory: PathLike,
     *,
     version: int | None = None,
-    form: str = "difference",
+    form: str = "adaptive",
     codec: str | Codec = "zipccl",
     chain_limit: int = CHAIN_LIMIT,
     threads: int | None = None,
@@ -76,8 +76,8 @@ def save_delta(
         version: The number of the new version, also of one that has the same tensors as the one
             before. None: the one after the newest, if tensors have changed; in a directory without
             versions 1, or 0 if ``base`` is None.
-        form: That of codec ``delta``: ``"difference"``, or ``"overwrite"``, which takes more bytes
-            and whose buffers ``tightwire.fold`` folds without a base.
+        form: That of codec ``delta``: ``"adaptive"``, ``"difference"``, or ``"overwrite"``, which
+            takes more bytes and whose buffers ``tightwire.fold`` folds without a base.
         codec: A lossless codec or its name, for tensors that are stored whole.
         chain_limit: Most deltas in a row, 1 to 256.
         threads: Most threads; None: every processor.
@@ -159,7 +159,7 @@ def fold_deltas(
     first: int,
     last: int | None = None,
     *,
-    form: str = "difference",
+    form: str = "adaptive",
     codec: str | Codec = "zipccl",
     threads: int | None = None,
 ) -> Path:

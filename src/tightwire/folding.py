@@ -33,8 +33,9 @@ def fold(first: Any, second: Any, *, base: Any = None, threads: int | None = Non
         first: A buffer of codec ``delta`` or ``raw``, as in ``tightwire.decode``.
         second: One that was encoded against the result of the first: with the same parameters,
             dtype, shape and number of chunks.
-        base: The base of the first. Needed for the form ``"difference"``, and where the result is
-            so long that it has to be stored raw; not if one of the buffers is of ``raw``.
+        base: The base of the first. Needed unless the form is ``"overwrite"``, and where the
+            result is so long that it has to be stored raw; not if one of the buffers is of
+            ``raw``.
         threads: As in ``encode``.
 
     Returns:
@@ -93,7 +94,8 @@ def fold(first: Any, second: Any, *, base: Any = None, threads: int | None = Non
         engine.encode_into(plan, bits, out, threads=n_threads, base=given)
     else:
         if not isinstance(spec, Delta) or spec.form != "overwrite":
-            raise ValueError("buffers of the form 'difference' fold against a base. Needed: base")
+            form = getattr(spec, "form", "difference")
+            raise ValueError(f"buffers of the form {form!r} fold against a base. Needed: base")
         _fold_into(plan, out, buffers, n_threads)
     return Buffer(plan, out, source_target(first))
 

@@ -41,8 +41,16 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "raw": {"codec": "raw", "dtype": "int16", "n": 1000, "chunks": 3},
     "huffman": {"codec": "huffman", "dtype": "bfloat16", "n": 1500, "chunks": 2},
     "huffman_unsummed": {"codec": "huffman", "dtype": "bfloat16", "n": 700, "checksum": False},
-    "delta": {"codec": "delta", "dtype": "bfloat16", "n": 1300, "chunks": 2},
-    "delta_unsummed": {"codec": "delta", "dtype": "bfloat16", "n": 900, "checksum": False},
+    "delta": {"codec": "delta", "form": "difference", "dtype": "bfloat16", "n": 1300, "chunks": 2},
+    "delta_unsummed": {
+        "codec": "delta",
+        "form": "difference",
+        "dtype": "bfloat16",
+        "n": 900,
+        "checksum": False,
+    },
+    "planes": {"codec": "delta", "dtype": "bfloat16", "n": 1300, "chunks": 2},
+    "planes_unsummed": {"codec": "delta", "dtype": "float32", "n": 900, "checksum": False},
     "overwrite": {"codec": "delta", "form": "overwrite", "dtype": "bfloat16", "n": 900},
 }
 #: Bytes of the index of a chunk of one tile.
@@ -69,7 +77,7 @@ def sample(
     codec: str = "zipccl",
     pattern: str = "normal",
     window: str = "tile",
-    form: str = "difference",
+    form: str = "adaptive",
     **options: Any,
 ) -> tuple[Any, Bytes, Any]:
     """Plan and bytes of a good buffer, and its base."""

@@ -21,12 +21,14 @@ from tightwire import gpu  # noqa: E402
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled for the GPU here", allow_module_level=True)
 
-FORMS = ("difference", "overwrite")
+FORMS = ("adaptive", "difference", "overwrite")
 Bits = npt.NDArray[Any]
 
 
 def pair(dtype: str, n: int, share: float, most: int, seed: int = 0) -> tuple[Bits, Bits]:
-    """Bits of a base, and of a tensor of which a share differs by up to so many units."""
+    """Bits of a base, and of a tensor of which a share differs by up to so many units, or in signs
+    and other bits if that is 0.
+    """
     rng = np.random.default_rng(seed)
     kind = BY_NAME[dtype]
     if kind.is_float:
@@ -35,6 +37,12 @@ def pair(dtype: str, n: int, share: float, most: int, seed: int = 0) -> tuple[Bi
         base = rng.integers(0, 256, n * kind.itemsize, dtype=np.uint8).view(kind.bits)
     x = base.copy()
     chosen = rng.random(n) < share
+    if most == 0:
+        # Tiles of planes: signs, a bit of nearly all, and one of a few.
+        x[chosen] ^= kind.bits.type(1 << 8 * kind.itemsize - 1)
+        x[rng.random(n) < 0.95] ^= kind.bits.type(2)
+        x[rng.random(n) < 0.05] ^= kind.bits.type(1)
+        return base, x
     step = rng.integers(1, most + 1, n) * rng.choice([-1, 1], n)
     x[chosen] += step[chosen].astype(kind.bits)
     return base, x
@@ -58,10 +66,14 @@ CASES = [
     ("int8", 999, 0.2, 100, 1),
     ("int32", 300, 0.4, 1 << 30, 1),
     ("bool", 800, 0.0, 1, 1),
+    ("bfloat16", 1301, 0.5, 0, 3),
+    ("float32", 500, 0.3, 0, 1),
+    ("float8_e5m2", 1030, 0.1, 0, 2),
+    ("int8", 600, 0.45, 0, 1),
 ]
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "n", "share", "most", "chunks"), CASES)
 def test_the_bytes_of_the_host(
@@ -86,6 +98,27 @@ def test_the_bytes_of_the_host(
         tw.decode(buf, base=live, out=live, backend="triton")
         buf.check()
         assert torch.equal(live.view(torch.uint8), new.view(torch.uint8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "share"), [("bfloat16", 0.5), ("float32", 0.2), ("int8", 0.1)])
+def test_several_tiles_of_planes(dtype: str, share: float) -> None:
+    """One that is whole, at an address that is no multiple of 16 too, and in part."""
+    base, x = pair(dtype, 33_333, share, 0)
+    old, new = tensor(base, dtype), tensor(x, dtype)
+    codec = tw.codec("delta")
+    buf = codec.encode(new, base=old, backend="triton")
+    data = bytes(codec.encode(new, base=old, backend="cpu"))
+    assert bytes(buf) == data
+    odd = torch.zeros(33_334, dtype=old.dtype)[1:]
+    odd[:] = old
+    for given in (old.clone(), odd):
+        y = tw.decode(data, base=given, like=old, backend="triton")
+        assert torch.equal(y.view(torch.uint8), new.view(torch.uint8))
+        tw.decode(data, base=given, out=given, backend="triton")
+        assert torch.equal(given.view(torch.uint8), new.view(torch.uint8))
+    part = tw.decode(data, base=old, like=old, start=9, stop=32_801, backend="triton")
+    assert torch.equal(part.view(torch.uint8), new[9:32_801].view(torch.uint8))
 
 
 @pytest.mark.slow
@@ -221,9 +254,12 @@ def mutated(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("dtype", "n", "most"), [("bfloat16", 500, 3), ("int8", 300, 90)])
-def test_damage_that_checksums_do_not_tell(dtype: str, n: int, most: int, form: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "dtype", "n", "most"),
+    [(form, *about) for form in FORMS for about in (("bfloat16", 500, 3), ("int8", 300, 90))]
+    + [("adaptive", "bfloat16", 400, 0), ("adaptive", "float32", 200, 0)],
+)
+def test_damage_that_checksums_do_not_tell(form: str, dtype: str, n: int, most: int) -> None:
     base, x = pair(dtype, n, 0.1, most)
     data = bytes(tw.codec("delta", form=form).encode(tensor(x, dtype), base=tensor(base, dtype)))
     rng = np.random.default_rng(0)

@@ -136,7 +136,7 @@ ALLOWED = (
         0,
         "fewer registers, so more tiles in flight: faster than without the spills",
     ),
-    Allowed("delta._change_kernel", {}, 16, 16, "places of a tile's parts"),
+    Allowed("delta._change_kernel", {}, 16, 32, "places of a tile's parts"),
     Allowed("delta._check_kernel", {}, 16, 0, "a scalar of a chunk"),
     Allowed("delta._measure_kernel", {}, 16, 96, "where a tile and its parts are"),
     Allowed("delta._pack_kernel", {}, 0, 96, "places and ends of a tile's parts"),
@@ -484,7 +484,7 @@ def deltas(kernels: Any, x: Any, everything: bool) -> None:
 
     importlib.import_module("tightwire.codecs.delta_digest_triton").digests_of([x])
     status, starts = (torch.zeros(k, dtype=torch.int64) for k in (1, 2))
-    for form in ("difference", "overwrite") if everything else ("difference",):
+    for form in ("adaptive", "difference", "overwrite") if everything else ("adaptive",):
         plan = tw.codec("delta", form=form).plan((x.numel(),), str(x.dtype)[6:], chunks=2)
         src, room = (torch.zeros(n, dtype=torch.uint8) for n in (plan.nbytes, plan.scratch_nbytes))
         kernels.encode(plan, x, src, room, base=x.clone())

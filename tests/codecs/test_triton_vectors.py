@@ -62,7 +62,12 @@ SHOWN = {
 #: Codecs with more vectors than forms: the interpreter is shown every second one.
 HALVED = ("zipccl", "taco", "sdp4bit", "tahquant", "delta")
 #: Vectors of more elements than the interpreter gets through in time.
-LARGE = ("delta/bfloat16_33000", "delta/bfloat16_empty_chunk", "delta/uint8_plain_tile_overwrite")
+LARGE = (
+    "delta/bfloat16_33000",
+    "delta/bfloat16_empty_chunk",
+    "delta/uint8_plain_tile_overwrite",
+    "delta/uint8_three_tiles",
+)
 
 
 def is_shown(name: str) -> bool:

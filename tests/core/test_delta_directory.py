@@ -93,7 +93,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.startswith(".")}
 
 
-@pytest.mark.parametrize("form", ["difference", "overwrite"])
+@pytest.mark.parametrize("form", ["adaptive", "difference", "overwrite"])
 def test_tensors_are_brought_to_any_later_version_in_place(tmp_path: Path, form: str) -> None:
     states = make(tmp_path, 4, form=form, chain_limit=3)
     assert [len(list(tmp_path.glob(f"weight_v{i:06}*"))) for i in range(5)] == [1, 1, 1, 2, 1]

@@ -8,7 +8,7 @@ import pytest
 import tightwire as tw
 
 
-@pytest.mark.parametrize("form", ["difference", "overwrite"])
+@pytest.mark.parametrize("form", ["adaptive", "difference", "overwrite"])
 @pytest.mark.parametrize("n", [1, 16, 100])
 def test_fold_of_what_is_stored_raw(form: str, n: int) -> None:
     codec = tw.codec("delta", form=form)

@@ -57,8 +57,22 @@ def stepped(dtype: str, n: int) -> Any:
     return bits.view(kind.numpy)
 
 
+def planes_apart(dtype: str, n: int) -> Any:
+    """As `stepped`, of a sample with tiles of planes: few signs are others, and half of the lowest
+    bits.
+    """
+    kind = BY_NAME[dtype]
+    bits = make_bits("scales", kind, n).copy()
+    bits[::9] ^= kind.bits.type(1 << 8 * kind.itemsize - 1)
+    bits[: n // 2] ^= kind.bits.type(1)
+    return bits.view(kind.numpy)
+
+
 #: Bases by dtype and elements.
-BASES = {(x.dtype.name, x.size): x for x in (stepped("bfloat16", 900), stepped("float32", 500))}
+BASES = {
+    (x.dtype.name, x.size): x
+    for x in (stepped("bfloat16", 900), stepped("float32", 500), planes_apart("float16", 700))
+}
 
 
 def based(form: str, dtype: str, n: int, chunks: int) -> bytes:
@@ -104,6 +118,7 @@ SAMPLES = {
     "huffman_float32": sample("huffman", "float32", 400, chunks=2),
     "delta": based("difference", "bfloat16", 900, 2),
     "overwrite": based("overwrite", "float32", 500, 1),
+    "planes": based("adaptive", "float16", 700, 2),
     "unsummed": sample("zipccl", n=2600, checksum=False),
     "slotted": bytes(slotted().array),
     "zeros": bytes(

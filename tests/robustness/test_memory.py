@@ -58,9 +58,10 @@ print(extra / wanted[1])
     ("name", "form", "share", "in_place"),
     [
         ("huffman", "", 0.5, False),
-        ("delta", "difference", 0.01, False),
-        ("delta", "difference", 0.01, True),
-        ("delta", "difference", 0.1, True),
+        ("delta", "adaptive", 0.01, False),
+        ("delta", "adaptive", 0.01, True),
+        ("delta", "adaptive", 0.1, True),
+        ("delta", "adaptive", 0.5, True),
         ("delta", "difference", 0.5, True),
         ("delta", "overwrite", 0.01, True),
         ("delta", "overwrite", 0.5, True),

@@ -236,7 +236,7 @@ def of_delta(form: str) -> tuple[bytes, Any, Any]:
     return bytes(data), base, x
 
 
-@pytest.mark.parametrize("form", ["difference", "overwrite"])
+@pytest.mark.parametrize("form", ["adaptive", "difference", "overwrite"])
 def test_a_part_of_a_delta_is_refused_for_what_it_touches(form: str, backend: str) -> None:
     data, base, x = of_delta(form)
     n = 3 * DELTA_TILE

@@ -36,7 +36,7 @@ def copy(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("library", ["torch", "numpy"])
-@pytest.mark.parametrize("form", ["difference", "overwrite"])
+@pytest.mark.parametrize("form", ["adaptive", "difference", "overwrite"])
 @pytest.mark.parametrize("hold", [None, "buffers"])
 def test_views_of_a_tensor_follow(library: str, form: str, hold: Any) -> None:
     """Differences are not added to an element once for each view of it."""
