@@ -5,7 +5,7 @@
 
 and with NCCL_P2P_DISABLE=1 for 25 GB/s, where only the network is used. Rows are appended to
 results/prepared.jsonl as they are measured; what the file has is not measured again without
---again. --codecs, --sizes, --collectives and --seconds make a run shorter. With --threads 2, and
+--again. --codecs, --routes, --sizes, --collectives and --seconds make a run shorter. With --threads 2, and
 without torchrun, the ranks are threads on the CPU, and their transport takes NCCL's part.
 
 Tensors are bfloat16 N(0, 0.02), of so many KiB on each rank before the call. A time is the median
@@ -323,7 +323,8 @@ def run(place: Place, options: argparse.Namespace) -> None:
     cases = [
         Case(collective, codec, route, kib)
         for codec in options.codecs
-        for route in (ROUTES if place.peers is not None else ROUTES[1:])
+        for route in options.routes
+        if place.peers is not None or route != "peers"
         for kib in options.sizes
         for collective in options.collectives
     ]
@@ -431,6 +432,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "prepared.jsonl")
     parser.add_argument("--codecs", nargs="+", choices=CODECS, default=CODECS)
     parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES)
+    parser.add_argument("--routes", nargs="+", choices=ROUTES, default=ROUTES)
     parser.add_argument("--sizes", nargs="+", type=int, default=KIB, help="KiB of a rank")
     parser.add_argument("--seconds", type=float, default=1e9, help="of all cases; others are left")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds of a case")
