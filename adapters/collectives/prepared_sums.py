@@ -84,8 +84,10 @@ class _Sums(Prepared):
 
     def _cut(self) -> list[tuple[Bounds, ...]]:
         """By piece, where the pieces of the parts begin and end."""
-        nbytes = sum(part.nbytes for part in self._parts)
-        count = max(1, min(nbytes // PIECE_NBYTES, MOST_PIECES))
+        count = 1
+        if self._calls.route.learns:
+            nbytes = sum(part.nbytes for part in self._parts)
+            count = max(1, min(nbytes // PIECE_NBYTES, MOST_PIECES))
         return list(zip(*(bounds_of(part.nelem, count) for part in self._parts), strict=True))
 
 
@@ -222,42 +224,23 @@ class OneShot(_Sums):
         xs, totals = self._flat(x, counts, "x"), self._flat(out, counts, "out")
 
         def body(slot: Slot, call: Call) -> None:
-            arriving = []
+            gathered = []
             for at, piece in enumerate(self._pieces):
                 values = [x[slice(*b)] for x, b in zip(xs, piece, strict=True)]
                 given = [Given(self._sent(part, v), 0, part) for part, v in enumerate(values)]
                 self._encode(slot, call, at, given)
-                arriving.append(self._gather(slot, call, at, totals))
-            for at, arrived in enumerate(arriving):
+                beside = len(self._pieces) > 1
+                gathered.append(self._exchange(slot, call, at, beside=beside))
+            for at, (piece, arrived) in enumerate(zip(self._pieces, gathered, strict=True)):
                 arrived()
-                if self._calls.route.learns:
-                    self._add_up(slot, call, at, totals)
+                for part, (whole, b) in enumerate(zip(totals, piece, strict=True)):
+                    total = whole[slice(*b)]
+                    if total.shape[0]:
+                        options: Any = {"dtype": self._dtypes[part], "scale": self._scale}
+                        self._sum(slot, call, at, None, total, part=part, **options)
             call.raw_bytes += (self._ranks - 1) * sum(part.nbytes for part in self._parts)
 
         return body
-
-    def _gather(self, slot: Slot, call: Call, at: int, totals: Sequence[Any]) -> Callable[[], None]:
-        """Exchange a piece, and with peers add it up, which is what moves it; what waits for that.
-
-        A network is busy with the next piece while this one is added up.
-        """
-        beside = len(self._pieces) > 1
-        if self._calls.route.learns:
-            return self._exchange(slot, call, at, beside=beside)
-
-        def run() -> None:
-            self._exchange(slot, call, at)
-            self._add_up(slot, call, at, totals)
-
-        return self._calls.queue(self._like, run, beside and call.events is None)
-
-    def _add_up(self, slot: Slot, call: Call, at: int, totals: Sequence[Any]) -> None:
-        """Add up a piece that has been exchanged."""
-        for part, (whole, bounds) in enumerate(zip(totals, self._pieces[at], strict=True)):
-            total = whole[slice(*bounds)]
-            if total.shape[0]:
-                dtype, scale = self._dtypes[part], self._scale
-                self._sum(slot, call, at, None, total, part=part, dtype=dtype, scale=scale)
 
 
 class _Piece(NamedTuple):
@@ -281,8 +264,7 @@ class AllReduce(_Sums):
 
     def __init__(self, calls: PreparedCalls, like: Any, *, wire: Any, scale: float | None) -> None:
         super().__init__(calls, like, ", two-shot", wire, scale)
-        # Out of the memory of peers it has one piece.
-        cut = self._cut() if calls.route.learns else [tuple((0, p.nelem) for p in self._parts)]
+        cut = self._cut()
         self._pieces = [
             _Piece(at, len(cut) + at, [bounds_of(b - a, self._ranks, a) for a, b in parts])
             for at, parts in enumerate(cut)

@@ -125,8 +125,7 @@ def test_all_reduce(route: str, world: int, case: str, n: int, in_place: bool) -
         out = x if in_place else np.full(n, np.nan, DTYPE)
         reduce = prepare(calls, case, x)
         if "pieces" in case and n > 500:
-            several = route == "network" or case.startswith("one-shot")
-            assert len(reduce._pieces) == (MOST_PIECES if several else 1)
+            assert len(reduce._pieces) == (MOST_PIECES if route == "network" else 1)
         reduce(x, out).wait()
         assert same(out, summed(world, n).astype(DTYPE))
 
