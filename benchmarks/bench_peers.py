@@ -5,8 +5,8 @@
 
 and with NCCL_P2P_DISABLE=1 for 25 GB/s, where only the network is used. Rows are appended to
 results/prepared.jsonl as they are measured; what the file has is not measured again without
---again. --codecs, --routes, --sizes, --collectives and --seconds make a run shorter. With --threads 2, and
-without torchrun, the ranks are threads on the CPU, and their transport takes NCCL's part.
+--again. --codecs, --routes, --sizes, --collectives and --seconds make a run shorter. With --threads
+2, and without torchrun, the ranks are threads on the CPU, and their transport takes NCCL's part.
 
 Tensors are bfloat16 N(0, 0.02), of so many KiB on each rank before the call. A time is the median
 of whole calls of the slowest rank, from a barrier until the device has finished; the host's is the

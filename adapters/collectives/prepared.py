@@ -25,10 +25,12 @@ another's memory (``peers``) everything fits.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from ...codec import Codec, as_codec
@@ -297,6 +299,28 @@ class PreparedCalls:
 
         queue(run)
         return lambda: queue(wait)
+
+    def join(self, like: Any) -> None:
+        """Have the current stream wait for what runs beside it, after an error.
+
+        Args:
+            like: An array of the device.
+        """
+        if self._beside is not None:
+            import torch
+
+            # A stream that takes no part in what is captured cannot be waited for there.
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.current_stream(like.device).wait_stream(self._beside)
+
+    def ordered(self) -> AbstractContextManager[Any]:
+        """Have what is queued inside follow all calls that were made."""
+        if self.stream is None:
+            return contextlib.nullcontext()
+        import torch
+
+        found: AbstractContextManager[Any] = torch.cuda.stream(self.stream)
+        return found
 
     def exact(self) -> PreparedCalls:
         """Calls of the same ranks whose messages are not compressed.

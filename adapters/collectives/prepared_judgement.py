@@ -53,7 +53,7 @@ class Judged:
         slot, call, report = work._slot, work._call, work._report
         assert slot is not None
         if report is not None:
-            with self._failing(call), call.stage("wait"):
+            with self._failing(), call.stage("wait"):
                 words = report.values() if report.done() else self._arrived(report, timeout)
                 self._check_late(slot, words)
             if not self._learns and not slot.found and not words.any():
@@ -68,7 +68,7 @@ class Judged:
             raise damaged
         work.needs = list(slot.needs)
         if lacks:
-            with self._failing(call):
+            with self._failing():
                 assert work._again is not None
                 work._again(bool(slot.found))
             work.repeated = True
@@ -120,7 +120,7 @@ class Judged:
             if not slot.captured:
                 continue
             call = Call(self._rank, self.collective, self._calls.number, "", self._calls.name)
-            with self._failing(call), call.stage("wait"):
+            with self._failing(), call.stage("wait"):
                 words = slot.words.cpu().numpy()
                 self._check_late(slot, words)
             slot.found.clear()
@@ -144,25 +144,26 @@ class Judged:
             if error is not None:
                 at, number = divmod(k, self._width)
                 slot.found.append((at, slot.exchanges[at].sender(number), error))
-        slot.words[: slot.needs_at] = 0
+        with self._calls.ordered():
+            slot.words[: slot.needs_at] = 0
 
-    def _failing(self, call: Call) -> Failing:
-        return Failing(self._calls, call)
+    def _failing(self) -> Failing:
+        return Failing(self._calls)
 
 
 class Failing:
-    """Errors of what is exchanged leave ranks out of step: no later call is made."""
+    """Errors of a call that has begun leave ranks out of step: no later call is made."""
 
-    __slots__ = ("_call", "_calls")
+    __slots__ = ("_calls",)
 
-    def __init__(self, calls: PreparedCalls, call: Call) -> None:
-        self._calls, self._call = calls, call
+    def __init__(self, calls: PreparedCalls) -> None:
+        self._calls = calls
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is not None and not isinstance(error, (TypeError, ValueError)):
+        if error is not None:
             self._calls.fail(error)
 
 

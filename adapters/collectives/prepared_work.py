@@ -267,6 +267,10 @@ class Prepared(Judged):
 
     def _ready(self) -> Slot:
         """The next slot, when nobody uses it any more, with memory for what has been learnt."""
+        with self._failing():
+            return self._free_slot()
+
+    def _free_slot(self) -> Slot:
         slot = self._slots[self._calls.phase]
         if slot.work is not None:
             if not slot.work.judged:
@@ -458,6 +462,9 @@ class Prepared(Judged):
 
     def _exactly(self, *arrays: Any) -> None:
         """Make a call of these arrays without compression, and wait for it; all ranks do."""
+        refusal = self._calls.refusal(self.collective)
+        if refusal is not None:
+            raise refusal
         if self._exact is None:
             self._exact = self._prepared_exactly(self._calls.exact())
         self._exact(*arrays).wait()
@@ -472,10 +479,11 @@ class Prepared(Judged):
         call = self._take(slot)
         running.begin(call)
         try:
-            with self._failing(call):
+            with self._failing():
                 return queue(slot, call)
         except BaseException:
             running.end(call)
+            self._calls.join(self._like)
             raise
 
     def _queue(self, slot: Slot, call: Call, body: Body, again: Again) -> Work:
@@ -514,7 +522,12 @@ class Prepared(Judged):
             slot.pending = tensors.PendingHostCopy(slot.words, slot.pending)
 
         def queue() -> None:
-            body(slot, call)
+            try:
+                body(slot, call)
+            except BaseException:
+                # A graph cannot end before what runs beside.
+                self._calls.join(self._like)
+                raise
             self._collect(slot)
             if slot.pending is not None:
                 slot.pending.copy(slot.words)
@@ -524,7 +537,8 @@ class Prepared(Judged):
     def _replay(self, slot: Slot, call: Call, recording: Recording, again: Again) -> Work:
         call.raw_bytes, call.wire_bytes = recording.raw_bytes, recording.wire_bytes
         exactly = self._exactly_again(again)
-        recording.replay()
+        with call.stage("exchange"):
+            recording.replay()
         if slot.pending is not None:
             slot.pending.mark(self._calls.stream)
         return self._work(slot, call, slot.pending, exactly)

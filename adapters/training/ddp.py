@@ -188,7 +188,8 @@ def register(
         error_feedback: Each rank passes an object of its own. What a lossy codec loses of a
             gradient is then added to the next one, for a float32 of memory per parameter.
         route: How bytes travel, as in ``fsdp.compress``. With another than ``"exact"`` options are
-            ``codec``, ``checksum`` and ``seed``.
+            ``codec``, ``checksum``, ``seed``, and ``wire``: the dtype in which float32 gradients
+            travel, such as ``"bfloat16"``.
         **options: Arguments of ``Communicator``, such as ``codec``; not with ``comm``.
 
     Returns:
@@ -202,7 +203,7 @@ def register(
         CollectiveError: If ranks differ, or do not all call it within the timeout.
     """
     model = distributed(model)
-    check_route(route, options)
+    check_route(route, options, ("wire",))
     if route != "exact":
         if (comm, error_feedback, node, within) != (None,) * 4:
             raise ValueError(

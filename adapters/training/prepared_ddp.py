@@ -16,6 +16,10 @@ from ..errors import CollectiveError
 from .hooks import Channel, Closing, in_backward, raise_at_the_end
 from .prepared_hooks import EndOfBackward, PreparedHook, Route
 
+#: Steps after which the memory of a bucket that has not come again is given back. Several models
+#: may take turns.
+_KEPT = 4
+
 
 class _Sent(NamedTuple):
     """A bucket whose mean is under way."""
@@ -28,24 +32,30 @@ class _Sent(NamedTuple):
 class PreparedDdpHook(PreparedHook, Closing):
     """The state of ``prepared_ddp_hook``. A context manager, which ends with ``close()``.
 
-    A bucket takes an all-reduce: two-shot, or one-shot if it is small. Whether all messages fitted
-    is looked at before backward returns; a bucket of which one did not is summed again, exactly.
+    A bucket takes an all-reduce: one-shot if it is small, or between two ranks, else two-shot.
+    Whether all messages fitted is looked at before backward returns; a bucket of which one did not
+    is summed again, exactly.
 
     Args:
         route: How bytes travel.
         group: The process group of the model.
+        wire: Dtype in which float32 gradients travel. None: as they are.
         **options: Arguments of ``PreparedCalls``.
     """
 
     purpose = "DDP"
 
-    def __init__(self, route: Route, group: Any, **options: Any) -> None:
+    def __init__(
+        self, route: Route, group: Any, *, wire: str | None = None, **options: Any
+    ) -> None:
         super().__init__(route, **options)
         self._group = group
+        self._wire = wire
         self._stream = SideStream()
         self._sent: list[_Sent] = []
-        #: Of this step.
-        self._used: set[Hashable] = set()
+        #: Steps so far, and the last one of each bucket.
+        self._step = 0
+        self._used: dict[Hashable, int] = {}
         # DistributedDataParallel asks for what copies gradients out of buckets later, with the last
         # bucket, unless its graph is static.
         self._end = EndOfBackward(self._judge)
@@ -65,8 +75,10 @@ class PreparedDdpHook(PreparedHook, Closing):
         x = bucket.buffer()
         if x.layout != torch.strided or not x.dtype.is_floating_point:
             raise TypeError(f"x is {x.dtype}, {x.layout}; allowed: dense floating-point tensors")
-        key = x.device, x.numel(), x.dtype
+        # Each bucket has slots of its own, so that none waits for another.
+        key = x.device, x.numel(), x.dtype, bucket.index()
         scale = 1 / self._group.size()
+        wire = self._wire if x.dtype == torch.float32 else None
 
         def ours() -> None:
             copy = x.clone()
@@ -75,21 +87,25 @@ class PreparedDdpHook(PreparedHook, Closing):
         def call() -> None:
             group = self._group
             if self._repeats(group, bucket.index()):
+                self._step += 1
                 # DistributedDataParallel makes other buckets after the first step.
+                first = self._step - _KEPT
+                self._used = {which: step for which, step in self._used.items() if step >= first}
                 self._keep_only(self._used)
-                self._used.clear()
-            self._used.add((group, *key))
-            reduce = self._get(group, key, lambda calls: calls.all_reduce(x, scale=scale))
+            self._used[(group, *key)] = self._step
+            reduce = self._get(
+                group, key, lambda calls: calls.all_reduce(x, scale=scale, wire=wire)
+            )
             # Measured on copies: sums of sums would grow.
             if self._native(group, key, lambda: self._mean(x.clone()), ours, x):
                 self._mean(x)
                 return
             work = reduce(x, x)
             self._count(work)
-            if self._end.ask():
-                self._sent.append(_Sent(work, x, bucket.parameters()))
-            else:
-                work.wait()
+            self._sent.append(_Sent(work, x, bucket.parameters()))
+            # A rank that has joined early makes the calls of others outside of a backward.
+            if not self._end.ask() and bucket.is_last():
+                self._judge()
 
         return self._stream.run(x, call)
 
