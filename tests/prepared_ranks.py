@@ -87,6 +87,45 @@ def result(case: str, n: int, world: int) -> Any:
     return np.full(size, np.nan, DTYPE)
 
 
+def wanted(case: str, parts: list[Any], rank: int) -> Any:
+    """The result of a rank without compression; `parts` are what the ranks have."""
+    n = parts[0].size // len(parts)
+    mine = slice(rank * n, (rank + 1) * n)
+    if case == "all_gather":
+        return np.concatenate(parts)
+    if case == "all_to_all":
+        return np.concatenate([part[mine] for part in parts])
+    if case == "broadcast":
+        return parts[0]
+    total = parts[0].astype(np.float32)
+    for part in parts[1:]:
+        total = total + part.astype(np.float32)
+    total = total.astype(parts[0].dtype)
+    return total[mine] if case == "reduce_scatter" else total
+
+
+def check_prepared(transport: Any) -> None:
+    """Every prepared collective of a group, between real processes, also of what does not fit."""
+    world, rank = transport.world_size, transport.rank
+    n = 3000 * world
+    calls = PreparedCalls(transport)
+    with unittest.mock.patch.object(prepared_sums, "PIECE_NBYTES", PIECE_NBYTES):
+        prepared = {case: prepare(calls, case, tensor(0, n)) for case in CASES}
+    again = 0
+    for k in range(4):
+        parts = [tensor(r, n, k) for r in range(world)]
+        if k == 2:
+            powers = 2.0 ** np.random.default_rng(k).uniform(-90, 90, n)
+            parts[0] = powers.astype(DTYPE)
+        for case, call in prepared.items():
+            out = result(case, n, world)
+            work = call(parts[rank].copy(), out)
+            work.wait()
+            again += work.repeated
+            assert same(out, wanted(case, parts, rank)), (case, k)
+    assert again or world == 1
+
+
 def damage(call: Any, at: int, bit: int) -> None:
     """Have a bit change of what the next call of a prepared collective gets from rank 0."""
     prepared = getattr(call, "prepared", call)

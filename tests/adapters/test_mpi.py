@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prepared_ranks import check_prepared
 from ranks import DTYPES, SOME_DTYPES, check_collectives
 from support import needs
 from tightwire.arrays import Target
@@ -42,6 +43,7 @@ def every_collective(dtypes: tuple[str, ...]) -> Any:
     for library in ("numpy", "torch"):
         check_transport(transport, Target(library))
     sizes = check_communicator(transport, ("torch", "numpy"), dtypes=dtypes)
+    check_prepared(transport)
     check_collectives(Mpi(MPI.COMM_SELF), "torch", "bfloat16", "first")
     half = Mpi(MPI.COMM_WORLD.Split(transport.rank % 2))
     check_collectives(half, "numpy", "float32", "between", 1, 300)

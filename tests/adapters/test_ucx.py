@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from prepared_ranks import check_prepared
 from ranks import DTYPES, SOME_DTYPES, check_collectives
 from support import needs
 from tightwire.adapters.transports.rendezvous import meet
@@ -44,6 +45,7 @@ def every_collective(join: Join, dtypes: tuple[str, ...]) -> list[list[int]]:
     for library in ("numpy", "torch"):
         check_transport(transport, Target(library), adds=False)
     sizes = check_communicator(transport, ("torch", "numpy"), dtypes=dtypes)
+    check_prepared(transport)
     if transport.rank == 0:
         from tightwire.adapters.transports.ucx import Ucx
 
