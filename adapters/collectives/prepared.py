@@ -301,7 +301,7 @@ class PreparedCalls:
         return lambda: queue(wait)
 
     def join(self, like: Any) -> None:
-        """Have the current stream wait for what runs beside it, after an error.
+        """Have the current stream wait for what runs at the same time, after an error.
 
         Args:
             like: An array of the device.
