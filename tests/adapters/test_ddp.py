@@ -415,6 +415,14 @@ def test_training_on_other_numbers_of_ranks(world_size: int, tmp_path: Path) -> 
 
 
 @pytest.mark.multi_gpu
+def test_prepared_calls_on_gpus(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    for found in launch(__file__, "prepared", 2, tmp_path, "cuda", "default"):
+        assert len(found) == len(SETUPS) * len(PATTERNS)
+
+
+@pytest.mark.multi_gpu
 def test_training_on_gpus(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")

@@ -552,6 +552,14 @@ def test_training_on_four_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.multi_gpu
+def test_prepared_calls_on_gpus(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    for found in launch(__file__, "prepared", 2, tmp_path, "cuda", "default"):
+        assert len(found) == len(SETUPS) * 2 + len(PATTERNS) - 2
+
+
+@pytest.mark.multi_gpu
 def test_training_on_gpus(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
