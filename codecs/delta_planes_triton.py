@@ -189,7 +189,7 @@ def flip_one(t, p, from_ptr, out_ptr, to, lo, hi, status_ptr, L: tl.constexpr):
     """
     if (t.m > 0) & (tl.load(status_ptr) == 0):
         if p.raw == 0:
-            words, count, _ = words_of(p, t)
+            words, count, _ = words_of(p, t, L)
             if (tl.load(words, mask=count > 0, other=0) & _HEAD) == _HEAD:
                 base, out = elements_at(from_ptr, t.first, L), elements_at(out_ptr, to, L)
                 terms, bad = _flip(base, out, words, count, t.m, t.begin, t.info, lo, hi, L)

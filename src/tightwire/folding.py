@@ -34,8 +34,8 @@ def fold(first: Any, second: Any, *, base: Any = None, threads: int | None = Non
         second: One that was encoded against the result of the first: with the same parameters,
             dtype, shape and number of chunks.
         base: The base of the first. Needed unless the form is ``"overwrite"``, and where the
-            result is so long that it has to be stored raw; not if one of the buffers is of
-            ``raw``.
+            result is so long that it has to be stored raw, or a tile of it plain; not if one of the
+            buffers is of ``raw``.
         threads: As in ``encode``.
 
     Returns:
