@@ -39,9 +39,8 @@ MAX_QUOTIENT = 15
 EXCESS = (2, 5, 11, 23)
 #: The stored numbers of the forms. 2 is none: a published buffer with it is to be refused.
 FORMS = {"difference": 0, "overwrite": 1, "adaptive": 3}
-#: In the form adaptive planes are tried where a tile's differences take more than a part in so many
-#: of the words of a plain tile. The first bits of a tile of planes, as a number of two bits.
-TRY_PLANES, PLANES_HEAD = 16, 3
+#: The first bits of a tile of planes, as a number of two bits.
+PLANES_HEAD = 3
 #: A plane is a bitmap if its shorter list has more than so many eighths of the elements.
 BITMAP_EIGHTHS = 3
 #: Bytes of the index before the tiles' offsets: the digests of base and result.
@@ -387,7 +386,7 @@ def encode_tile(spec: Delta, dtype: DType, base: Bits, bits: Bits) -> Bytes:
     else:
         coded = _encode_differences(dtype, base, bits, changed)
     plain = plain_tile(bits)
-    if spec.form == "adaptive" and TRY_PLANES * coded.size > plain.size:
+    if spec.form == "adaptive":
         planes = _encode_planes(base, bits)
         coded = planes if planes.size < coded.size else coded
     return coded if coded.size <= plain.size else plain

@@ -36,7 +36,8 @@ class Launch:
     `lanes` is the number of classes as shapes need it. `overwrite` is the form, `store`: decoded
     elements are wanted, `sums`: so are checksum terms. `known`: what changed was looked for before.
     `packed`: dynamic parts are where they are said to start. `aligned`: elements of chunks are at
-    multiples of 16 bytes. `over`: the tensor is the base's memory. `adaptive`: the form, to decode.
+    multiples of 16 bytes. `over`: the tensor is the base's memory. `adaptive`: the form, to decode
+    or measure.
     """
 
     item: int

@@ -106,6 +106,12 @@ def adaptive() -> Iterator[Any]:
 
     base = data.bell(960, "bfloat16", 1000)
     yield made("bfloat16_signs", flipped(961, base, {15: 0.5}), base)
+    # Differences would be short, too.
+    base = data.bell(981, "bfloat16", 3000)
+    yield made("bfloat16_few_signs", flipped(982, base, {15: 0.02}), base)
+    base = random(983, "bool", 5000)
+    yield made("bool_mask", base ^ (random(984, "uint8", 5000) < 3), base)
+    base = data.bell(960, "bfloat16", 1000)
     # Planes of ones alone, a bitmap, few ones and few zeros.
     doubled = (2 * base.astype(np.float32)).astype(base.dtype)
     yield made("bfloat16_doubled", doubled, base)
