@@ -39,9 +39,8 @@ MAX_QUOTIENT = 15
 EXCESS = (2, 5, 11, 23)
 #: The stored numbers of the forms. 2 is none: a published buffer with it is to be refused.
 FORMS = {"difference": 0, "overwrite": 1, "adaptive": 3}
-#: In the form adaptive planes are tried where a tile's differences take more than a part in so many
-#: of the words of a plain tile. The first bits of a tile of planes, as a number of two bits.
-TRY_PLANES, PLANES_HEAD = 16, 3
+#: The first bits of a tile of planes, as a number of two bits.
+PLANES_HEAD = 3
 #: A plane is a bitmap if its shorter list has more than so many eighths of the elements.
 BITMAP_EIGHTHS = 3
 #: Bytes of the index before the tiles' offsets: the digests of base and result.
@@ -57,7 +56,7 @@ _AT_ONCE = 1 << 17
 
 ENDS_EARLY = "a tile ends early"
 RESULT_PROBLEM = "the result has not the digest that it should have"
-OFFSETS_PROBLEM = "offsets of tiles that do not rise from 0 to the end"
+OFFSETS_PROBLEM = "offsets of tiles that do not rise from 0 to the end, or a tile too long"
 
 
 class Kind(NamedTuple):
@@ -387,7 +386,7 @@ def encode_tile(spec: Delta, dtype: DType, base: Bits, bits: Bits) -> Bytes:
     else:
         coded = _encode_differences(dtype, base, bits, changed)
     plain = plain_tile(bits)
-    if spec.form == "adaptive" and TRY_PLANES * coded.size > plain.size:
+    if spec.form == "adaptive":
         planes = _encode_planes(base, bits)
         coded = planes if planes.size < coded.size else coded
     return coded if coded.size <= plain.size else plain
@@ -677,14 +676,20 @@ def base_fits(spec: Delta, chunk: Chunk, base: Bits, threads: int = 1) -> bool:
 def ends_of(chunk: Chunk, start: int, stop: int) -> Ints | None:
     """Where the tiles that hold elements `start` to `stop` start, and the last ends: bytes.
 
-    None if offsets do not rise, or are not within the dynamic part.
+    None if offsets do not rise, or are not within the dynamic part, or if one of these tiles has
+    more words than it would have plain. So what a tile may take is checked before it is read.
     """
     nbytes = chunk.dynamic.size
     if nbytes % 4 or (nbytes and not chunk.nelem):
         return None
     ends = np.append(index_of(chunk).offsets, nbytes // 4).astype(np.int64)
     here = ends[start // TILE : -(-stop // TILE) + 1]
-    bad = (np.diff(here) < 0).any() or (here > nbytes // 4).any()
+    words, first = np.diff(here), start // TILE
+    most = np.full(words.size, plain_words(TILE, chunk.dtype.itemsize))
+    if words.size:
+        last = min(chunk.nelem - (first + words.size - 1) * TILE, TILE)
+        most[-1] = plain_words(last, chunk.dtype.itemsize)
+    bad = ((words < 0) | (words > most)).any() or (here > nbytes // 4).any()
     return None if bad or (start < TILE and ends[0] and chunk.nelem) else 4 * here
 
 

@@ -374,8 +374,11 @@ class Rows:
         kind, aligned = (plan.codec, plan.dtype), self._aligned
         tiles, chunks = self._launchers()
         tiles(variant_of(_scan_rows_kernel, *kind, *SCAN, aligned=aligned))
-        tiles(variant_of(_measure_rows_kernel, *kind, *MEASURE, aligned=aligned))
         adaptive = is_adaptive(plan.codec)
+        measure = variant_of(
+            _measure_rows_kernel, *kind, *MEASURE, aligned=aligned, adaptive=adaptive
+        )
+        tiles(measure)
         if adaptive:
             tiles(variant_of(_size_rows_kernel, *kind, *PLANES, aligned=aligned))
         chunks(_PLACE, 0)

@@ -407,7 +407,8 @@ def _write_kept(out, at, m, kept, used):
 def _read_tile(old, new, kind, form, space, source, lo, hi, purpose):
     """Read a tile that has words: what is wrong with it, 0 if nothing, and if it is all new.
 
-    New bits go to `new`, and where all the new tile is needed the other elements as well.
+    It has no more words than a plain one, which `ends_of` has checked. New bits go to `new`, and
+    where all the new tile is needed the other elements as well.
     """
     n, itemsize = old.size, old.itemsize
     planes = form == _ADAPTIVE and source[lo] & PLANES_HEAD == PLANES_HEAD
@@ -416,8 +417,6 @@ def _read_tile(old, new, kind, form, space, source, lo, hi, purpose):
         if problem == 0:
             copy(new, 0, source, lo + 4, n * itemsize)
         return problem, True
-    if hi - lo > 8 * (space.words.size - (TILE * itemsize // 8 + 14)):
-        return I8(_UNSURE), False
     _load(space.words, source, lo, hi)
     nbits = 8 * (hi - lo)
     if planes:

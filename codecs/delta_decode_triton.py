@@ -22,7 +22,6 @@ from .delta_words_triton import (
     DIGESTS,
     FAR,
     LOG_TILE,
-    MOST_WORDS,
     PIECE,
     TILE,
     elements_at,
@@ -90,15 +89,18 @@ def part_of(src_ptr, starts_ptr, t, g, slot, L: tl.constexpr):
 
 
 @triton.jit
-def words_of(p, t):
-    """(words of a tile of a chunk that is not raw, how many, whether they cannot be)."""
+def words_of(p, t, L: tl.constexpr):
+    """(words of a tile of a chunk that is not raw, how many, whether they cannot be).
+
+    No tile has more than it would have plain.
+    """
     offsets = (p.static_ptr + DIGESTS).to(tl.pointer_type(tl.uint32)) + t.tile
     more = t.begin + TILE < t.n
     at = tl.load(offsets, mask=t.begin < t.n, other=0).to(tl.int64)
     behind = tl.load(offsets + 1, mask=more, other=0).to(tl.int64)
     behind = tl.where(more, behind, p.nbytes // 4)
     bad = (at > behind) | (behind > p.nbytes // 4) | ((t.tile == 0) & (at != 0))
-    bad = bad | (p.nbytes % 4 != 0) | (behind - at > MOST_WORDS)
+    bad = bad | (p.nbytes % 4 != 0) | (behind - at > 1 + (t.m * L.item + 3) // 4)
     words = p.dynamic_ptr.to(tl.pointer_type(tl.uint32)) + tl.where(bad, 0, at)
     return words, tl.where(bad, 0, behind - at).to(tl.int32), bad
 
@@ -696,7 +698,7 @@ def change_one(t, p, from_ptr, out_ptr, to, lo, hi, status_ptr, L: tl.constexpr)
                 )
                 # fmt: on
         else:
-            words, count, bad = words_of(p, t)
+            words, count, bad = words_of(p, t, L)
             if L.known:
                 if tl.load(info) == MANY:
                     known = ()

@@ -21,7 +21,6 @@ from .delta import (
     MAX_QUOTIENT,
     SAMPLED,
     TILE,
-    TRY_PLANES,
     Delta,
     index_of,
 )
@@ -63,7 +62,7 @@ from .delta_bits_cpu import (
     sort_classes,
     space_for,
 )
-from .delta_planes_cpu import encode_planes
+from .delta_planes_cpu import encode_planes, least_of_planes
 
 _OVERWRITE, _ADAPTIVE = FORMS["overwrite"], FORMS["adaptive"]
 
@@ -240,16 +239,22 @@ def _encode_new(x, m, kind, space, out, used):
 
 @part(nogil=True)
 def _measure(base, x, m, kind, space):
-    """Sizes, signs and exponents of changes, and how many there are of each size."""
+    """Sizes, signs and exponents of changes, and how many there are of each size.
+
+    Returns how many bits they flip, and which.
+    """
     width, masks = I8(8 * x.itemsize), order_masks(kind)
     mantissa, exponents = U8(kind[2]), U8((1 << kind[1]) - 1)
     changes, above = space.hist[:SCALES], space.hist[SCALES:]
+    flips, flipped = ZERO, ZERO
     for first in range(0, m, 64):
         signs = ZERO
         for j in range(first, m if m - first < 64 else first + 64):
             i = I8(item(space.positions, j))
-            v = U8(item(base, i))
-            old, new = ordered_bits(v, width, masks), ordered_bits(U8(item(x, i)), width, masks)
+            v, y = U8(item(base, i)), U8(item(x, i))
+            flips += popcount(v ^ y)
+            flipped |= v ^ y
+            old, new = ordered_bits(v, width, masks), ordered_bits(y, width, masks)
             less = U8(new < old)
             size = (new - old - (ONE - less)) ^ (ZERO - less)
             signs |= less << U8(j - first)
@@ -260,6 +265,7 @@ def _measure(base, x, m, kind, space):
             space.changes[U8(j)] = size
             space.exponents[U8(j)] = e
         space.negative[first >> 6] = signs
+    return I8(flips), flipped
 
 
 @part(nogil=True)
@@ -300,7 +306,7 @@ def _encode_differences(base, x, m, kind, form, space, out, used):
     """As `_encode_new`, in the form difference, or adaptive."""
     n, n_classes, width = x.size, kind[4], I8(8 * x.itemsize)
     words = space.words
-    _measure(base, x, m, kind, space)
+    flips, flipped = _measure(base, x, m, kind, space)
     center = _center(base, kind)
     scale = _scale(kind, space.hist)
     set_hot(scale, width, kind, space.hot)
@@ -328,11 +334,12 @@ def _encode_differences(base, x, m, kind, form, space, out, used):
         to = put(words, to, U8(j), I8(LOG_TILE))
         to = put(words, to, U8(space.changes[j]), width)
     count, of_plain = -(-to // 32), 1 + -(-n * x.itemsize // 4)
-    if form == _ADAPTIVE and TRY_PLANES * count > of_plain:
+    if form == _ADAPTIVE:
         most = count - 1 if count <= of_plain else of_plain
-        nbits = encode_planes(base, x, space, 32 * most)
-        if nbits >= 0:
-            return _flush(space.planes, nbits, out, used)
+        if least_of_planes(n, m, width, flips, flipped) <= 32 * most:
+            nbits = encode_planes(base, x, flipped, space, 32 * most)
+            if nbits >= 0:
+                return _flush(space.planes, nbits, out, used)
     if count > of_plain:
         return _write_plain(x, out, used)
     return _flush(words, to, out, used)

@@ -17,6 +17,7 @@ import triton.language as tl
 from . import delta
 from .common.dynamic_triton import items, store_raw, write_record
 from .common.frame_triton import clear
+from .delta_decode_triton import ones_of
 from .delta_scan_triton import (
     COUNTS,
     MOST_COUNTS,
@@ -169,8 +170,10 @@ def _counts(use, c):
 
 
 @triton.jit
-def _tally(base, x, info, n, begin, center, changes, digest, reach, L: tl.constexpr):
-    """Count the changes of a list of `n`: by class, for the scale, and for the result's digest."""
+def _tally(base, x, info, n, begin, center, changes, digest, flips, reach, L: tl.constexpr):
+    """Count the changes of a list of `n`: by class, for the scale, and for the result's digest; in
+    the form adaptive, the bits that they flip.
+    """
     least, top, larges = reach
     terms = tl.zeros([PIECE], tl.uint64)
     for at in range(0, n, PIECE):
@@ -178,6 +181,8 @@ def _tally(base, x, info, n, begin, center, changes, digest, reach, L: tl.conste
         e = exponents_of(v, L)
         changes += _counts(changed, class_of(e, center, L))
         terms += terms_of(y, begin + place, L.item) - terms_of(v, begin + place, L.item)
+        if L.adaptive:
+            flips += tl.sum(ones_of(v ^ y), 0)
         if not L.overwrite:
             _, size, _, _, _, _ = _change(v, y, e * 0, L)
             length = tl.where(changed, length_of(size), 0)
@@ -189,7 +194,7 @@ def _tally(base, x, info, n, begin, center, changes, digest, reach, L: tl.conste
             least = tl.minimum(least, tl.min(tl.where(changed, e, FAR), 0))
             top = tl.maximum(top, tl.max(tl.where(large, e + length, 0), 0))
             larges += tl.sum(large.to(tl.int32), 0)
-    return changes, digest + tl.sum(terms, 0), (least, top, larges)
+    return changes, digest + tl.sum(terms, 0), flips, (least, top, larges)
 
 
 @triton.jit
@@ -268,7 +273,8 @@ def measure_one(x_ptr, from_ptr, t, L: tl.constexpr):
 
     Known of a tile: words, how it is stored, center, scale, exceptions, bits of quotients, low
     bits, changes; then of each class size, changes, and bits of quotients of gaps; whether elements
-    are listed section by section, how many there are else, which classes are listed wholly.
+    are listed section by section, how many there are else, which classes are listed wholly; in the
+    form adaptive, bits that the changes flip.
     """
     WIDTH: tl.constexpr = 8 * L.item
     info, begin, m = t.info, t.begin, t.m
@@ -279,7 +285,7 @@ def measure_one(x_ptr, from_ptr, t, L: tl.constexpr):
     need, entries = m * 0, m * 0
     dense = (groups > MOST_GROUPS).to(tl.int32)
     changes, digest = tl.zeros([8], tl.int32), tl.zeros([], tl.uint64)
-    reach = m * 0 + FAR, m * 0, m * 0
+    flips, reach = m * 0, (m * 0 + FAR, m * 0, m * 0)
     # A loop of two steps, because listing takes long to compile: noted groups, then all there is.
     for step in range(2):
         sections = tl.where(dense != 0, (m + SECTION - 1) // SECTION, 1)
@@ -296,8 +302,8 @@ def measure_one(x_ptr, from_ptr, t, L: tl.constexpr):
                     entries, n = n, m * 0
                 else:
                     many = tl.minimum(n - window, MOST_LISTED)
-                    changes, digest, reach = _tally(
-                        base, x, info, many, begin, center, changes, digest, reach, L
+                    changes, digest, flips, reach = _tally(
+                        base, x, info, many, begin, center, changes, digest, flips, reach, L
                     )
                 window += MOST_LISTED
         if step == 0:
@@ -361,6 +367,7 @@ def measure_one(x_ptr, from_ptr, t, L: tl.constexpr):
     tl.store(info + STATE + 1, entries)
     tl.store(info + STATE + 2, need)
     tl.store(info + STATE + 5, groups)
+    tl.store(info + STATE + 8, flips)
     if (words > 0) & (words <= SLOT_WORDS) & (plain == 0):
         tl.debug_barrier()
         _write_tile(base, x, m, info, info + SLOT, words, L)

@@ -32,7 +32,8 @@ class _New(NamedTuple):
 def fold_chunk(target: Chunk, first: Chunk, second: Chunk) -> ChunkResult:
     """Write to `target` what `second` makes of what `first` makes of any base.
 
-    Raises `BadTileError` if one of them is damaged.
+    Raises `BadTileError` if one of them is damaged, ValueError if only the base tells how a tile is
+    to be stored.
     """
     index = index_of(target)
     index.digests[:] = index_of(first).digests[0], index_of(second).digests[1]
@@ -63,7 +64,11 @@ def _fold_tile(dtype: DType, nelem: int, first: Bytes, second: Bytes) -> Bytes:
     bits[new.changed] = new.bits
     coded = encode_new(dtype, bits, changed)
     plain = plain_tile(bits)
-    return plain if changed.all() and plain.size < coded.size else coded
+    if coded.size <= plain.size:
+        return coded
+    if not changed.all():
+        raise ValueError("a tile has to be stored plain. Needed: base")
+    return plain
 
 
 def _read(dtype: DType, nelem: int, words: Bytes) -> _New:

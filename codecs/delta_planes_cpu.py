@@ -80,12 +80,29 @@ def _is_bitmap(n, listed):
 
 
 @part(nogil=True)
-def _take_planes(base, x, space):
-    """Take the planes of a tile apart; how many bits they take at least, with what is before."""
+def least_of_planes(n, m, width, flips, flipped):
+    """Bits that planes take at least, by how many bits the `m` changes of a tile flip, and which.
+
+    With up to half of the elements changed no plane has more ones than there are changes, so that
+    no gap has fewer low bits than if all of them were in one plane.
+    """
+    least = 2 + width + LOG_TILE * I8(popcount(flipped))
+    return least + flips * (gap_low_bits(n, m) + 1) if 2 * m <= n else least
+
+
+@part(nogil=True)
+def _take_planes(base, x, flipped, space):
+    """Take the planes of a tile apart; how many bits they take at least, with what is before.
+
+    Only bits in `flipped` differ.
+    """
     n, bit = x.size, x.dtype.type
     blocks = n // BLOCK
     least = I8(2 + 8 * x.itemsize)
     for k in range(8 * x.itemsize):
+        space.ones[k] = 0
+        if flipped >> U8(k) & ONE == ZERO:
+            continue
         flags, ones = space.flags[k * BLOCKS :], ZERO
         one = bit(ONE << U8(k))
         for b in range(blocks):
@@ -101,8 +118,7 @@ def _take_planes(base, x, space):
         count = I8(ones)
         space.ones[k] = count
         listed = count if 2 * count <= n else n - count
-        if count:
-            least += LOG_TILE
+        least += LOG_TILE
         if _is_bitmap(n, listed):
             least += n
         else:
@@ -111,10 +127,13 @@ def _take_planes(base, x, space):
 
 
 @part(apart=True, nogil=True)
-def encode_planes(base, x, space, most):
-    """A tile of planes to `space.planes`, if it has up to `most` bits; how many, else -1."""
+def encode_planes(base, x, flipped, space, most):
+    """A tile of planes to `space.planes`, if it has up to `most` bits; how many, else -1.
+
+    Only bits in `flipped` differ.
+    """
     n, width, words = x.size, I8(8 * x.itemsize), space.planes
-    if _take_planes(base, x, space) > most:
+    if _take_planes(base, x, flipped, space) > most:
         return I8(-1)
     words[0] = 0
     to = put(words, I8(0), U8(PLANES_HEAD), I8(2))

@@ -28,8 +28,7 @@ from .delta_words_triton import (
     terms_of,
 )
 
-_TRY, _HEAD = tl.constexpr(delta.TRY_PLANES), tl.constexpr(delta.PLANES_HEAD)
-_EIGHTHS = tl.constexpr(delta.BITMAP_EIGHTHS)
+_HEAD, _EIGHTHS = tl.constexpr(delta.PLANES_HEAD), tl.constexpr(delta.BITMAP_EIGHTHS)
 #: Elements whose gaps are found at a time. Memory for as many uint16 numbers is at GROUPS: what
 #: other tiles have there is found anew before it is used.
 _AT_ONCE = tl.constexpr(512)
@@ -87,15 +86,19 @@ def _gaps(base, x, numbers, at, k, flip, ahead, m):
 
 @triton.jit
 def size_one(x_ptr, from_ptr, t, L: tl.constexpr):
-    """Find what a tile takes as planes, if it has many words, and if that is less, note it."""
+    """Find what a tile takes as planes, if they may take less, and if they do, note it."""
     WIDTH: tl.constexpr = 8 * L.item
     info, m = t.info, t.m
     if m > 0:
-        of_plain = 1 + (m * L.item + 3) // 4
-        words = tl.load(info)
+        words, changes = tl.load(info), tl.load(info + 7)
         # Planes that take as much as a plain tile come before it.
         most = words + tl.load(info + 1)
-        if _TRY * words > of_plain:
+        # With up to half of the elements changed no plane has more ones than there are changes, so
+        # that no gap has fewer low bits than if all of them were in one plane.
+        least = 2 + WIDTH + LOG_TILE
+        flips = tl.where(2 * changes <= m, tl.load(info + STATE + 8), 0)
+        least += flips * (low_bits(m, changes) + 1)
+        if (changes > 0) & ((least + 31) // 32 < most):
             base, x = elements_at(from_ptr, t.first, L), elements_at(x_ptr, t.first, L)
             lane = tl.arange(0, WIDTH)
             ones = _count_ones(base, x, m, WIDTH)
@@ -189,7 +192,7 @@ def flip_one(t, p, from_ptr, out_ptr, to, lo, hi, status_ptr, L: tl.constexpr):
     """
     if (t.m > 0) & (tl.load(status_ptr) == 0):
         if p.raw == 0:
-            words, count, _ = words_of(p, t)
+            words, count, _ = words_of(p, t, L)
             if (tl.load(words, mask=count > 0, other=0) & _HEAD) == _HEAD:
                 base, out = elements_at(from_ptr, t.first, L), elements_at(out_ptr, to, L)
                 terms, bad = _flip(base, out, words, count, t.m, t.begin, t.info, lo, hi, L)

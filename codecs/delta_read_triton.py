@@ -74,7 +74,7 @@ def read_one(t, p, from_ptr, L: tl.constexpr):
         center = t.m * 0
         if L.classes > 1:
             if p.raw == 0:
-                words, count, _ = words_of(p, t)
+                words, count, _ = words_of(p, t, L)
                 word = tl.load(words, mask=count > 0, other=0).to(tl.int32, bitcast=True)
                 center = (word >> 1) & ((1 << L.exponent) - 1)
         base = elements_at(from_ptr, t.first, L)
@@ -159,5 +159,5 @@ def write_one(t, p, out_ptr, status_ptr, L: tl.constexpr):
             )
             # fmt: on
         elif kind == PLAIN:
-            words, _, _ = words_of(p, t)
+            words, _, _ = words_of(p, t, L)
             copy(items(words + 1, L.item), out, t.m, t.m * 0, t.m, L, False)

@@ -369,14 +369,15 @@ def encode(plan: Plan, x, out, scratch, stats=None, key=None, *, base) -> None:
         return
     programs = g.tiles * plan.chunks
     aligned = aligned_for(plan, x) and aligned_for(plan, base)
-    measured = [(_scan_kernel, SCAN), (_measure_kernel, MEASURE)]
+    adaptive = is_adaptive(spec)
+    measured = [(_scan_kernel, SCAN, False), (_measure_kernel, MEASURE, adaptive)]
     packing = [variant_of(_pack_kernel, spec, dtype, sums=plan.checksum, aligned=aligned)]
-    if is_adaptive(spec):
-        measured.append((_size_kernel, PLANES))
+    if adaptive:
+        measured.append((_size_kernel, PLANES, False))
         write = variant_of(_write_planes_kernel, spec, dtype, *WRITE_PLANES, aligned=aligned)
         packing.append(write)
-    for which, chosen in measured:
-        variant = variant_of(which, spec, dtype, *chosen, aligned=aligned)
+    for which, chosen, counts in measured:
+        variant = variant_of(which, spec, dtype, *chosen, aligned=aligned, adaptive=counts)
         variant.launch(programs, (x, base, scratch), *g.sizes, g.sums_words)
     _PLACE.launch(plan.chunks, (scratch,), *g.sizes, g.sums_words)
     for pack in packing:

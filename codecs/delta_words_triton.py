@@ -17,8 +17,6 @@ LOG_TILE, TILE = tl.constexpr(delta.LOG_TILE), tl.constexpr(delta.TILE)
 DIGESTS = tl.constexpr(delta.DIGESTS_NBYTES)
 _KEY_STEP = tl.constexpr(delta.KEY_STEP)
 _SHIFT0, _FACTOR0, _SHIFT1, _FACTOR1, _SHIFT2 = (tl.constexpr(n) for n in delta.MIX)
-#: No tile that is valid has more words.
-MOST_WORDS = tl.constexpr(1 << 17)
 #: Elements of a piece.
 PIECE = tl.constexpr(256)
 #: Words of work memory of a tile.
@@ -38,7 +36,8 @@ class Launch:
     `lanes` is the number of classes as shapes need it. `overwrite` is the form, `store`: decoded
     elements are wanted, `sums`: so are checksum terms. `known`: what changed was looked for before.
     `packed`: dynamic parts are where they are said to start. `aligned`: elements of chunks are at
-    multiples of 16 bytes. `over`: the tensor is the base's memory. `adaptive`: the form, to decode.
+    multiples of 16 bytes. `over`: the tensor is the base's memory. `adaptive`: the form, to decode
+    or measure.
     """
 
     item: int

@@ -149,14 +149,16 @@ def check_base(h: Header, static: bytes, base: bytes) -> None:
     check(digest(base) in allowed, "base_mismatch", "the base has another digest")
 
 
-def tile_words(nelem: int, static: bytes, dynamic: bytes) -> Iterator[bytes]:
-    """The words of each tile."""
+def tile_words(size: int, nelem: int, static: bytes, dynamic: bytes) -> Iterator[bytes]:
+    """The words of each tile, of elements of `size` bytes."""
     check(len(dynamic) % 4 == 0, "bad_payload", "half a word")
     tiles = ceil_div(nelem, TILE)
     offsets = [4 * u32(static, 16 + 4 * i) for i in range(tiles)] + [len(dynamic)]
     check(not tiles or offsets[0] == 0, "bad_payload", "first offset")
-    for at, end in itertools.pairwise(offsets):
+    for number, (at, end) in enumerate(itertools.pairwise(offsets)):
         check(at <= end <= len(dynamic), "bad_payload", "offsets fall")
+        plain = 4 + 4 * ceil_div(min(TILE, nelem - number * TILE) * size, 4)
+        check(end - at <= plain, "bad_payload", "a tile is longer than plain")
     for at, end in itertools.pairwise(offsets):
         yield dynamic[at:end]
 
@@ -263,7 +265,7 @@ def decode(h: Header, nelem: int, static: bytes, dynamic: bytes, base: bytes) ->
     size = h.dtype.nbytes
     old = [int.from_bytes(base[i : i + size], "little") for i in range(0, len(base), size)]
     out = bytearray()
-    for number, words in enumerate(tile_words(nelem, static, dynamic)):
+    for number, words in enumerate(tile_words(size, nelem, static, dynamic)):
         for v in decode_tile(h, old[number * TILE : (number + 1) * TILE], words):
             out += v.to_bytes(size, "little")
     check(digest(bytes(out)) == static[8:16], "bad_payload", "the digest of the result")

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import tightwire as tw
-from tightwire.codecs.delta import Delta, Writer, digest_of, ordered, unordered
+from tightwire.codecs.delta import Delta, Writer, digest_of, encode_new, ordered, unordered
 from tightwire.formats.dtypes import BY_NAME
 
 from . import common, data
@@ -105,6 +106,12 @@ def adaptive() -> Iterator[Any]:
 
     base = data.bell(960, "bfloat16", 1000)
     yield made("bfloat16_signs", flipped(961, base, {15: 0.5}), base)
+    # Differences would be short, too.
+    base = data.bell(981, "bfloat16", 3000)
+    yield made("bfloat16_few_signs", flipped(982, base, {15: 0.02}), base)
+    base = random(983, "bool", 5000)
+    yield made("bool_mask", base ^ (random(984, "uint8", 5000) < 3), base)
+    base = data.bell(960, "bfloat16", 1000)
     # Planes of ones alone, a bitmap, few ones and few zeros.
     doubled = (2 * base.astype(np.float32)).astype(base.dtype)
     yield made("bfloat16_doubled", doubled, base)
@@ -280,6 +287,56 @@ def plain(first: int, values: bytes, form: str = "difference") -> tuple[bytes, b
     return made.join(), ones(33001, "uint8").tobytes()
 
 
+def last_tile(
+    n: int, places: Any, value: int, words: npt.NDArray[np.uint8], form: str
+) -> tuple[bytes, bytes]:
+    """A buffer of `n` more integers than a tile has: its second tile has these words.
+
+    They make `value` of those at `places` of this tile; checksum and digests are right.
+    """
+    x = ones(32768 + n, "uint8")
+    x[32768:][places] = value
+    made = parts(x.size, dtype="uint8", form=form)
+    made.dynamic[0] = bytearray(words.tobytes())
+    made.static[0][8:16] = digest_of(x).to_bytes(8, "little")
+    made.static[0][16:24] = bytes(8)
+    return made.join(), ones(x.size, "uint8").tobytes()
+
+
+def coded_last(n: int, places: Any, value: int, *codes: Any, form: str) -> tuple[bytes, bytes]:
+    """As `last_tile`, from codes."""
+    out = Writer()
+    for number, nbits in codes:
+        out.fields(np.asarray(number, np.uint64), nbits)
+    return last_tile(n, places, value, out.done(), form)
+
+
+def long_tiles() -> dict[str, tuple[bytes, bytes]]:
+    """delta.md, "Checks", 2: tiles that are right but for having more words than a plain one."""
+    one = np.ones(200, np.uint64)
+    # All of 200 integers rise by one, which is a size of 0: quotient 0 and eight low bits.
+    gamma = [([1 << 7], 8), ([201 & 127], 7), ([1], 1)]
+    head = [([0], 1), ([9], 4), *gamma, (0 * one, 1), (one, 1)]
+    every = slice(None)
+    differences = {
+        form: coded_last(200, every, 2, *head, (0 * one, 8), form=form)
+        for form in ("difference", "adaptive")
+    }
+    # All but a few of 2000 integers.
+    changed = np.arange(2000) % 180 != 170
+    new = np.full(2000, 7, np.uint8)
+    overwritten = encode_new(BY_NAME["uint8"], new, changed)
+    # Each bit of every second one of 200 integers.
+    bitmap = np.array([1, 0] * 100, np.uint64)
+    planes = [([3], 2), ([255], 8), (np.full(8, 99), 15), (np.tile(bitmap, 8), 1)]
+    return {
+        "delta_long_differences": differences["difference"],
+        "delta_long_differences_adaptive": differences["adaptive"],
+        "delta_long_new_values": last_tile(2000, changed, 7, overwritten, "overwrite"),
+        "delta_long_planes": coded_last(200, slice(None, None, 2), 254, *planes, form="adaptive"),
+    }
+
+
 def bad_tiles() -> dict[str, tuple[bytes, bytes]]:
     """delta.md, "Checks", 3 to 9."""
     x = one_changed()
@@ -429,6 +486,7 @@ def invalid() -> dict[str, tuple[bytes, str, bytes]]:
     bad = (
         bad_tiles()
         | bad_planes()
+        | long_tiles()
         | {
             "delta_half_word": edit(lambda p: p.dynamic[0].extend(b"\0\0")),
             "delta_ends_early": edit(lambda p: p.dynamic[0].__delitem__(slice(-4, None))),

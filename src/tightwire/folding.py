@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,8 @@ def fold(first: Any, second: Any, *, base: Any = None, threads: int | None = Non
         second: One that was encoded against the result of the first: with the same parameters,
             dtype, shape and number of chunks.
         base: The base of the first. Needed unless the form is ``"overwrite"``, and where the
-            result is so long that it has to be stored raw; not if one of the buffers is of
-            ``raw``.
+            result is so long that it has to be stored raw, or a tile of it plain; not if one of the
+            buffers is of ``raw``.
         threads: As in ``encode``.
 
     Returns:
@@ -84,6 +85,8 @@ def fold(first: Any, second: Any, *, base: Any = None, threads: int | None = Non
     plan = make_plan(spec, plan.dtype, plan.shape, plan.chunks, checksum=plan.checksum)
     out = np.empty(plan.nbytes, np.uint8)
     given = None if base is None else base_of_buffer(plan, base)
+    if given is not None and buffers[0].plan.needs_base:
+        _check_base(buffers[0], given, n_threads)
     if given is not None or whole:
         bits = given
         for found in buffers:
@@ -113,6 +116,23 @@ def _check_order(first: Parsed, second: Parsed) -> None:
         made = index_of(first.chunk(i)).digests[1]
         if made != index_of(second.chunk(i)).digests[0]:
             detail = f"chunk {i} of the second buffer does not follow that of the first"
+            raise FormatError("base_mismatch", detail)
+
+
+def _check_base(first: Parsed, base: Bits, threads: int) -> None:
+    """FormatError unless the first was encoded against this base.
+
+    To overwrite, its result will do as well, but what is encoded against that is no fold.
+    """
+    plan = first.plan
+    assert isinstance(plan.codec, Delta)
+    module, strict = backend_module(plan.codec.name, None), replace(plan.codec, form="difference")
+    for i in range(plan.chunks):
+        if first.records[i].flags & RAW:
+            continue
+        chunk, start = first.chunk(i), i * plan.chunk_nelem
+        if not module.base_fits(strict, chunk, base[start : start + chunk.nelem], threads):
+            detail = f"chunk {i} of the first buffer was encoded against another base"
             raise FormatError("base_mismatch", detail)
 
 

@@ -169,6 +169,9 @@ def test_a_wrong_base(steps: list[Path], tmp_path: Path) -> None:
         result = call("decompress", packed(steps[2]), "--base", other, "-o", back)
         assert (result.exit_code, back.exists()) == (3, False)
         assert "base_mismatch" in result.stderr
+        # The file itself is complete.
+        assert "(needed: --base with what the deltas were made against)" in result.stderr
+        assert "complete file" not in result.stderr
     # A file that takes none.
     result = call("decompress", packed(steps[0]), "--base", steps[0], "-o", back)
     assert "no deltas" in result.stderr
@@ -424,6 +427,8 @@ def test_verify_with_a_base_that_is_elsewhere(steps: list[Path], tmp_path: Path)
     assert "ok, 4 tensors" in done("verify", packed(steps[2]), "--base", gone)
     result = call("verify", packed(steps[2]), "--base", steps[0])
     assert (result.exit_code, "base_mismatch" in result.stderr) == (3, True)
+    assert "(needed: --base with" in result.stderr
+    assert "complete file" not in result.stderr
     assert call("verify", packed(steps[0]), "--base", steps[0]).exit_code == 5
     assert call("verify", packed(steps[0]), packed(steps[2]), "--base", gone).exit_code == 2
 

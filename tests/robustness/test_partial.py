@@ -6,6 +6,7 @@ And sums of damaged buffers, which are damaged as a whole.
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from tightwire.formats.dtypes import BY_NAME
 from tightwire.planning import HOST_BACKENDS
 
 Range = tuple[int, int]
+VECTORS = Path(__file__).resolve().parents[2] / "specs" / "vectors"
 
 
 class Damage(NamedTuple):
@@ -262,3 +264,14 @@ def test_a_part_of_a_delta_is_refused_for_what_it_touches(form: str, backend: st
         for verify in (None, False, True):
             assert part(start, stop, other, verify) == "base_mismatch", (start, stop)
     assert part(n, 2 * n, other) == x[n:].tobytes()
+
+
+@pytest.mark.parametrize("name", ["differences", "new_values", "planes"])
+def test_a_tile_longer_than_plain_is_refused_where_it_is_touched(name: str, backend: str) -> None:
+    path = VECTORS / "invalid" / f"delta_long_{name}.tw"
+    data, base = path.read_bytes(), np.fromfile(path.with_suffix(".base"), np.uint8)
+    sound = tw.decode(data, base=base, backend=backend, start=7, stop=DELTA_TILE)
+    assert sound.tobytes() == base[7:DELTA_TILE].tobytes()
+    for start in (7, DELTA_TILE + 5):
+        with pytest.raises(tw.FormatError, match="bad_payload"):
+            tw.decode(data, base=base, backend=backend, start=start, stop=DELTA_TILE + 6)

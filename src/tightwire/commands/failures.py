@@ -29,6 +29,9 @@ COMPRESSED = "needed: a complete file made by tightwire, no newer than this vers
 EITHER = "needed: complete safetensors files, if compressed no newer than this version"
 ANY = "needed: a complete safetensors file or buffer, if compressed no newer than this version"
 
+#: Instead of these, where a file is sound and the one that its deltas are against is another.
+BASE = "needed: --base with what the deltas were made against"
+
 #: Which extra brings a package.
 _EXTRAS = {"rich": "cli", "matplotlib": "plot", "zstandard": "demo", "numba": "cpu"}
 
@@ -63,6 +66,9 @@ def failure_of(error: Exception, path: object = None, needed: str = "") -> Failu
     if isinstance(error, Failure):
         return error
     if isinstance(error, FormatError):
+        if error.reason == "base_mismatch":
+            # Other commands have no such option.
+            needed = BASE if needed == COMPRESSED else ""
         advice = f" ({needed})" if needed else ""
         # The detail may name the file, as the one that deltas are against.
         named = "" if error.detail.startswith(prefix) else prefix
