@@ -71,7 +71,7 @@ from .gpu_arrays import (
     _writable_bytes,
     new_tensors,
 )
-from .gpu_memory import Memory
+from .gpu_memory import Memory, Views
 from .planning import DEVICE_BACKEND, make_plan
 
 T = TypeVar("T")
@@ -256,7 +256,8 @@ def _encode_alike(
     given = stats is None or all(s is not None for s in stats)
     if len(plans) > 1 and given and hasattr(kernels, "encode_many"):
         found: Any = _measured_many(kernels, plans[0], xs) if stats is None else stats
-        kernels.encode_many(plans, xs, Memory.addresses(memories), found, key)
+        outs = Views(memories, Memory.addresses(memories), "data")
+        kernels.encode_many(plans, xs, outs, found, key)
         return
     for i, (plan, x, memory) in enumerate(zip(plans, _detached(xs), memories, strict=True)):
         own = None if stats is None else stats[i]
@@ -458,7 +459,9 @@ def _decode_alike(
     """Decode Buffers of one codec and dtype, which begin at these addresses."""
     kernels: Any = _kernels(plans[0], False)
     planned = [not memory.assembled for memory in memories]
-    kernels.decode_many(plans, begins, results, Memory.status_addresses(memories), planned)
+    srcs = Views(memories, begins, "data")
+    statuses = Views(memories, Memory.status_addresses(memories), "status")
+    kernels.decode_many(plans, srcs, results, statuses, planned)
     for memory in memories:
         if memory.foreign:
             memory.lease(memory.data)

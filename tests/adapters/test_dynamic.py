@@ -523,7 +523,7 @@ def test_as_many_launches_for_any_number_of_ranks(monkeypatch: pytest.MonkeyPatc
     launch = Variant.launch
 
     def noted(self: Variant, *args: Any, **options: Any) -> None:
-        names.append(self._kernel.__name__)
+        names.append(self.kernel.__name__)
         launch(self, *args, **options)
 
     use_kernels(monkeypatch)
