@@ -31,7 +31,8 @@ from .common.dynamic_triton import (
     write_record,
 )
 from .common.fill_triton import zero
-from .common.frame_triton import CHUNK, CHUNK_PAYLOAD, clear, frame_of, report
+from .common.frame_triton import CHUNK, CHUNK_PAYLOAD, Places, clear, frame_of, report
+from .common.gathered_sums_triton import launch_sum, read_elements
 from .common.huffman import WORK_NBYTES
 from .common.huffman_decode_triton import LANES, TILES
 from .common.huffman_encode_triton import count_bytes, measure_tile, write_tile
@@ -477,3 +478,18 @@ def decode(plan: Plan, src, out, scratch, status, **options) -> None:
 
 
 encode_many, decode_many = merged_functions(encode, decode)
+
+
+def sum(plan: Plan, places: Places, out, *, planned=True, **terms) -> None:
+    """Add up buffers; see `tightwire.gpu_many` for the contract.
+
+    Elements are put together in memory, plane by plane: so all buffers are decoded before.
+    """
+    number, item = places.number, plan.dtype.itemsize
+    nbytes = align(plan.nelem * item)
+    memory = torch.empty(max(number * nbytes, 1), dtype=torch.uint8, device=out.device)
+    kind = getattr(torch, plan.dtype.name)
+    decoded = [memory[k * nbytes :][: plan.nelem * item].view(kind) for k in range(number)]
+    srcs, statuses = places.kept[:number], places.kept[number:]
+    decode_many([plan] * number, srcs, decoded, statuses, [planned] * number)
+    launch_sum(read_elements, plan, places, out, memory, nbytes, **terms)

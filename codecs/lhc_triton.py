@@ -14,17 +14,20 @@ import triton
 import triton.language as tl
 
 from ..formats.dtypes import DType
+from ..formats.header import align
 from .common.base import Key, Plan
 from .common.fill_triton import zero
 from .common.frame_triton import (
     CHUNK,
     CHUNK_PAYLOAD,
+    Places,
     frame_of,
     report,
     store_element,
     touched,
     weigh,
 )
+from .common.gathered_sums_triton import check_sources, launch_sum
 from .common.launch_triton import PTX, kernel
 from .common.merged_triton import merged_functions
 from .common.minifloat import INFINITY, NAN
@@ -330,6 +333,54 @@ def _median(x, y, z):
     return tl.where(nan, _NAN, _ordered(middle))
 
 
+@triton.jit
+def _decoded(
+    static_ptr,
+    table_ptr,
+    planes,
+    word,
+    i,
+    blocks,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    CELL_EXP: tl.constexpr,
+    CELL_ITEM: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Bits of elements `i`, those of words of a chunk's bitmaps."""
+    inside = word < blocks * BLOCK_WORDS
+    left, a, b, _ = planes
+    stay = tl.load(left + word, mask=inside, other=0)
+    in_a = tl.load(a + word, mask=inside, other=0)
+    in_b = tl.load(b + word, mask=inside, other=0)
+    table = table_ptr.to(tl.pointer_type(tl.int64))
+    place, first, second, third = _places(table, word, in_a, in_b, inside)
+    payload = elements_at(static_ptr, CELL_ITEM)
+    v = tl.load(payload + _cell(place, i), mask=spread(in_a | in_b), other=0)
+    bits = converted(v, CELL_EXP, CELL_ITEM, EXP, ITEM, PTX)
+    if tl.max((stay != 0).to(tl.int32), 0) != 0:
+        on = spread(stay)
+        x = _signed_cell(payload, first, i, on, CELL_EXP, CELL_ITEM)
+        y = _signed_cell(payload, second, i, on, CELL_EXP, CELL_ITEM)
+        z = _signed_cell(payload, third, i, on, CELL_EXP, CELL_ITEM)
+        value = _median(x, y, z).to(tl.float32, bitcast=True)
+        bits = tl.where(on, narrow(value, EXP, ITEM, PTX), bits)
+    return bits
+
+
+@triton.jit
+def _read(static_ptr, work_ptr, table_ptr, t, word, at, blocks, sketch_blocks, F: tl.constexpr):
+    """READER: see gathered_sums_triton. `at`: where bitmaps are in work memory, by 128 bytes."""
+    chunk, chunks, _, _ = t
+    planes = planes_of(work_ptr + at * 128, chunk, chunks, blocks, sketch_blocks)
+    # fmt: off
+    return _decoded(
+        static_ptr, table_ptr, planes, word, elements_of(word), blocks, F.exponent, F.item,
+        F.cell_exponent, F.cell_item, F.ptx,
+    )
+    # fmt: on
+
+
 @kernel
 def _decode_kernel(
     src_ptr,
@@ -368,25 +419,14 @@ def _decode_kernel(
     end = begin + WORDS * WORD
     if (begin < hi) & (end > lo):
         word, _ = words_of(tile, n)
-        inside = word < blocks * BLOCK_WORDS
-        left, a, b, _ = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
-        stay = tl.load(left + word, mask=inside, other=0)
-        in_a = tl.load(a + word, mask=inside, other=0)
-        in_b = tl.load(b + word, mask=inside, other=0)
         i = elements_of(word)
-        table = table_ptr.to(tl.pointer_type(tl.int64))
-        place, first_place, second, third = _places(table, word, in_a, in_b, inside)
+        planes = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
         static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
-        payload = elements_at(static_ptr, CELL_ITEM)
-        v = tl.load(payload + _cell(place, i), mask=spread(in_a | in_b), other=0)
-        bits = converted(v, CELL_EXP, CELL_ITEM, EXP, ITEM, PTX)
-        if tl.max((stay != 0).to(tl.int32), 0) != 0:
-            on = spread(stay)
-            x = _signed_cell(payload, first_place, i, on, CELL_EXP, CELL_ITEM)
-            y = _signed_cell(payload, second, i, on, CELL_EXP, CELL_ITEM)
-            z = _signed_cell(payload, third, i, on, CELL_EXP, CELL_ITEM)
-            value = _median(x, y, z).to(tl.float32, bitcast=True)
-            bits = tl.where(on, narrow(value, EXP, ITEM, PTX), bits)
+        # fmt: off
+        bits = _decoded(
+            static_ptr, table_ptr, planes, word, i, blocks, EXP, ITEM, CELL_EXP, CELL_ITEM, PTX
+        )
+        # fmt: on
         if (begin >= lo) & (end <= hi):
             store_element(out_ptr, to + i, bits, None, EXP, ITEM, ADD)
         else:
@@ -469,3 +509,23 @@ def decode(plan: Plan, src, out, scratch, status, *, peeled=False, **selection) 
 
 
 encode_many, decode_many = merged_functions(encode, decode)
+
+
+def sum(plan: Plan, places: Places, out, *, planned=True, **terms) -> None:
+    """Add up buffers; see `tightwire.gpu_many` for the contract."""
+    g, work = Shape.of(plan), check_sources(plan, places, decode, planned)
+    sums, state, _ = g.parts
+    launch_sum(
+        _read,
+        plan,
+        places,
+        out,
+        work.whole,
+        align(plan.scratch_nbytes),
+        tile=2048,
+        row=int(WORD.value),
+        cell=g.cell,
+        table=g.table(out.device),
+        numbers=((sums + state) // 128, *g.both),
+        **terms,
+    )

@@ -15,6 +15,7 @@ are read and written; but for norms that is one pass over memory.
 
 from __future__ import annotations
 
+import builtins
 import functools
 
 import torch
@@ -22,11 +23,13 @@ import triton
 import triton.language as tl
 
 from ..formats.dtypes import DType
+from ..formats.header import align
 from .common.base import Key, Plan
 from .common.fill_triton import zero
 from .common.frame_triton import (
     CHUNK,
     CHUNK_PAYLOAD,
+    Places,
     frame_of,
     report,
     store_element,
@@ -34,6 +37,7 @@ from .common.frame_triton import (
     weigh,
     weigh_bytes,
 )
+from .common.gathered_sums_triton import check_sources, launch_sum
 from .common.launch_triton import PTX, kernel, program
 from .common.merged_triton import merged_functions
 from .common.minifloat_triton import aligned_for, converted, elements_at
@@ -312,6 +316,26 @@ def _encode_kernel(
         tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
+@triton.jit
+def _cells(payload, slots_ptr, chunk, chunk_nelem, block, n, BLOCK: tl.constexpr):
+    """(cells of blocks of a chunk, 0 of those without slots, and their numbers)."""
+    blocks = (chunk_nelem + BLOCK - 1) // BLOCK
+    found_ptr = slots_ptr.to(tl.pointer_type(tl.int32)) + chunk * blocks
+    slot = tl.load(found_ptr + block, mask=block * BLOCK < n, other=-1).to(tl.int64)
+    at = slot[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return tl.load(payload + at, mask=(slot >= 0)[:, None], other=0), at
+
+
+@triton.jit
+def _read(static_ptr, work_ptr, table_ptr, t, block, at, chunk_nelem, more, F: tl.constexpr):
+    """READER: see gathered_sums_triton. `at`: where in the work memory slots are, by 128 bytes."""
+    BLOCK: tl.constexpr = F.row
+    chunk, _, _, n = t
+    payload = elements_at(static_ptr, F.cell_item)
+    v, _ = _cells(payload, work_ptr + at * 128, chunk, chunk_nelem, block, n, BLOCK)
+    return converted(v, F.cell_exponent, F.cell_item, F.exponent, F.item, F.ptx)
+
+
 @kernel
 def _decode_kernel(
     src_ptr,
@@ -363,12 +387,7 @@ def _decode_kernel(
     block = tile * ROWS + tl.arange(0, ROWS)
     total = tl.full([], 0, tl.uint64)
     if SUMS | ((begin < hi) & (end > lo)):
-        found_ptr = slots_ptr.to(tl.pointer_type(tl.int32)) + chunk * (
-            (chunk_nelem + BLOCK - 1) // BLOCK
-        )
-        slot = tl.load(found_ptr + block, mask=block * BLOCK < n, other=-1).to(tl.int64)
-        at = slot[:, None] * BLOCK + j
-        v = tl.load(payload + at, mask=(slot >= 0)[:, None], other=0)
+        v, at = _cells(payload, slots_ptr, chunk, chunk_nelem, block, n, BLOCK)
         total += _terms(v, at, CELL_ITEM)
         if STORE:
             bits = converted(v, CELL_EXP, CELL_ITEM, EXP, ITEM, PTX)
@@ -483,3 +502,21 @@ def decode(plan: Plan, src, out, scratch, status, **selection) -> None:
 
 
 encode_many, decode_many = merged_functions(encode, decode)
+
+
+def sum(plan: Plan, places: Places, out, *, planned=True, **terms) -> None:
+    """Add up buffers; see `tightwire.gpu_many` for the contract."""
+    g, work = Slots.of(plan), check_sources(plan, places, decode, planned)
+    *before, _, _ = g.parts
+    launch_sum(
+        _read,
+        plan,
+        places,
+        out,
+        work.whole,
+        align(plan.scratch_nbytes),
+        row=g.spec.block,
+        cell=g.spec.cell_dtype(plan.dtype),
+        numbers=(builtins.sum(before) // 128, plan.chunk_nelem, 0),
+        **terms,
+    )

@@ -487,7 +487,7 @@ def _clear_kernel(out_ptr, plan_ptr, member=None):
     chunk = program(member).to(tl.int64)
     index_ptr = _index_of(out_ptr, plan_ptr, chunk)
     nbytes = (tl.load(plan_ptr + _STRIDE) - tl.load(plan_ptr + INDEX)) * 128
-    clear(index_ptr, nbytes * 0, nbytes, chunk * 0, 1)
+    clear(index_ptr, nbytes * 0, nbytes, chunk * 0, chunk * 0 + 1)
 
 
 _CLEAR = Variant(_clear_kernel, options(1))

@@ -21,33 +21,36 @@ import torch
 import triton
 import triton.language as tl
 
-from ...formats.header import ALIGN
+from ...formats.header import ALIGN, align
 from .base import Plan
 from .batch_triton import addresses, map_of, row_of
 from .frame_triton import Words, fill, new_table, pointer_of
-from .launch_triton import Variant, kernel, recorded_by
+from .launch_triton import INTERPRETED, Variant, kernel, recorded_by
 
-#: How a number of a row becomes what a kernel takes: by its annotation.
-_NUMBERS = {"tl.int32": "i", "tl.int64": "l", "tl.uint64": "u", "tl.float32": "f"}
+#: Kinds of arguments: numbers by their annotations, then pointers; 2 more at multiples of 16.
+_NUMBERS = {"tl.int64": 0, "tl.int32": 1, "tl.uint64": 2, "tl.float32": 3}
+_BYTES, _WORDS = tl.constexpr(4), tl.constexpr(5)
+#: VALUES as arguments: constexprs in a tuple stay such in the compiler's own tuples alone.
+_values_of = tuple if INTERPRETED else tl.tuple
 
 
 @triton.jit
 def _argument(word, KIND: tl.constexpr):
-    """What a word of a row stands for: a pointer to bytes, or to words, or a number."""
-    if KIND == "B":
-        found = pointer_of(word)
-    elif KIND == "b":
-        found = word.to(tl.pointer_type(tl.uint8))
-    elif KIND == "W":
-        found = tl.multiple_of(word.to(tl.pointer_type(tl.int64)), 16)
-    elif KIND == "w":
-        found = word.to(tl.pointer_type(tl.int64))
-    elif KIND == "i":
+    """What a word of a row stands for: a number, or a pointer to bytes or to words."""
+    if KIND == 1:
         found = word.to(tl.int32)
-    elif KIND == "u":
+    elif KIND == 2:
         found = word.to(tl.uint64, bitcast=True)
-    elif KIND == "f":
+    elif KIND == 3:
         found = word.to(tl.int32).to(tl.float32, bitcast=True)
+    elif KIND == _BYTES:
+        found = word.to(tl.pointer_type(tl.uint8))
+    elif KIND == _BYTES + 2:
+        found = pointer_of(word)
+    elif KIND == _WORDS:
+        found = word.to(tl.pointer_type(tl.int64))
+    elif KIND == _WORDS + 2:
+        found = tl.multiple_of(word.to(tl.pointer_type(tl.int64)), 16)
     else:
         found = word
     return found
@@ -76,9 +79,7 @@ def merged_kernel(
     arguments = ()
     for k in tl.static_range(len(KINDS)):
         arguments = arguments + (_argument(tl.load(row_ptr + (2 + k)), KINDS[k]),)
-    for k in tl.static_range(len(VALUES)):
-        arguments = arguments + (VALUES[k],)
-    BODY(*arguments, member)
+    BODY(*arguments, *_values_of(VALUES), member)
 
 
 class _Step(NamedTuple):
@@ -97,7 +98,7 @@ class Work(Sequence[torch.Tensor]):
     """
 
     def __init__(self, plans: Sequence[Plan], device: torch.device) -> None:
-        sizes = [-(-plan.scratch_nbytes // ALIGN) * ALIGN for plan in plans]
+        sizes = [align(plan.scratch_nbytes) for plan in plans]
         self._ends = list(accumulate(sizes, initial=0))
         self.whole = torch.empty(max(self._ends[-1], ALIGN), dtype=torch.uint8, device=device)
         self.addresses = np.array(self._ends[:-1], np.int64) + self.whole.data_ptr()
@@ -234,28 +235,25 @@ def _launch_all(launches: list[_Step], device: torch.device, kept: torch.Tensor 
             merged.launch(ends[number], tensors, offsets=offsets)
 
 
-def _kinds(variant: Variant, rows: Words) -> str:
-    """KINDS of rows: pointers in capitals are all multiples of 16; of status words nobody asks."""
+def _kinds(variant: Variant, rows: Words) -> tuple[int, ...]:
+    """KINDS of rows. Where status words are is not asked: kernels have one form for all."""
     pointers = rows[:, 2 : 2 + len(variant.types)]
     even = (pointers % 16 == 0).all(0).tolist()
-    kinds = ["b" if kind == tl.uint8 else "w" for kind in variant.types]
-    names = variant.kernel.arg_names
-    kinds = [
-        k.upper() if e and name != "status_ptr" else k
-        for k, e, name in zip(kinds, even, names, strict=False)
-    ]
-    return "".join([*kinds, *[_NUMBERS[kind] for kind in variant.numbers]])
+    kinds = [int((_BYTES if kind == tl.uint8 else _WORDS).value) for kind in variant.types]
+    names = zip(variant.kernel.arg_names, even, strict=False)
+    more = [2 if is_even and name != "status_ptr" else 0 for name, is_even in names]
+    return *map(sum, zip(kinds, more, strict=False)), *map(_NUMBERS.__getitem__, variant.numbers)
 
 
 @functools.cache
-def _merged(variant: Variant, kinds: str) -> Variant:
+def _merged(variant: Variant, kinds: tuple[int, ...]) -> Variant:
     values = variant.values
     return Variant(
         merged_kernel,
         variant.options,
         BODY=variant.kernel,
         KINDS=kinds,
-        VALUES=values,
+        VALUES=values if INTERPRETED else tuple(map(tl.constexpr, values)),
         HASHES=_hashes(values),
     )
 

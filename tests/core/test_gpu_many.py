@@ -257,6 +257,30 @@ def test_a_damaged_buffer_among_others(
             buffers[2].array[at] ^= 64
 
 
+@pytest.mark.parametrize(("name", "most"), [("huffman", 4), ("omnireduce", 6), ("lhc", 9)])
+@pytest.mark.fast_cases(2)
+def test_a_sum_is_as_many_launches_whatever_its_terms(
+    name: str, most: int, place: str, launched: list[str]
+) -> None:
+    """Of buffers one of which is damaged, and told so."""
+    codec = tw.codec(name)
+    for n in (2, 5):
+        xs = [values(5000, place, i) for i in range(n)]
+        buffers = encode_many(codec, xs)
+        expected = decode_sum(buffers)
+        buffers[1].array[buffers[1].plan.header.nbytes + 16] ^= 64
+        launched.clear()
+        decode_sum([*buffers[:2], xs[0], *buffers[2:]], scale=0.5)
+        made = [kernel for kernel in launched if kernel != "_table_kernel"]
+        assert made == ["merged_kernel"] * (most - 1) + ["gathered_sum_kernel"]
+        for buffer in [buffers[0], *buffers[2:]]:
+            buffer.check()
+        with pytest.raises(tw.FormatError, match="bad_record"):
+            buffers[1].check()
+        buffers[1].array[buffers[1].plan.header.nbytes + 16] ^= 64
+        assert same(decode_sum(buffers), expected)
+
+
 def test_memory_that_overlaps_is_refused(place: str) -> None:
     codec = tw.codec("mx")
     xs = [values(4096, place, i) for i in range(2)]
@@ -469,6 +493,10 @@ SUMS: list[tuple[str, dict[str, Any]]] = [
     ("raw", {}),
     ("thc", {}),
     ("sdp4bit", {}),
+    ("huffman", {}),
+    ("omnireduce", {"block": 64, "values": "float16"}),
+    ("lhc", {"ratio": 3}),
+    ("omnireduce", {}),
 ]
 
 
@@ -485,7 +513,7 @@ def test_sums(name: str, params: dict[str, Any], local: int | None, place: str) 
     ]
     terms = [tw.decode(buf, backend="triton") for buf in buffers]
     sources: list[Any] = list(buffers)
-    if name in ("zipccl", "raw"):
+    if name in ("zipccl", "raw", "huffman"):
         terms[1][7] = float("nan")
         buffers[1] = codec.encode(terms[1], chunks=2, backend="triton")
         sources[1] = torch.from_numpy(np.frombuffer(bytes(buffers[1]), np.uint8).copy()).to(place)

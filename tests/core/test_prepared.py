@@ -30,6 +30,7 @@ CODECS: list[tuple[str, dict[str, Any]]] = [
     ("thc", {}),
     ("lhc", {}),
     ("omnireduce", {}),
+    ("huffman", {}),
 ]
 SUMMED = ("mx", "nvfp4", "zipccl", "sdp4bit", "taco")
 NELEM = 9000
