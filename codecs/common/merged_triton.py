@@ -83,10 +83,20 @@ def merged_kernel(
 
 
 class _Step(NamedTuple):
-    """A launch of calls by one plan: its variant, and the rows of all of them."""
+    """A launch of calls by one plan.
+
+    Attributes:
+        variant: The kernel.
+        row: A row, but for addresses in the calls' memory: those are offsets in it.
+        columns: Of each pointer the memory that it is in, by number, from 1 on; 0: none of the
+            call's own.
+        calls: Numbers of the calls.
+    """
 
     variant: Variant
-    rows: Words
+    row: list[int]
+    columns: list[int]
+    calls: list[int]
 
 
 class Work(Sequence[torch.Tensor]):
@@ -140,7 +150,8 @@ def launch_merged(
     if statuses is not None:
         memory = *memory, statuses
         given.append(statuses)
-    at = np.stack([addresses(column) for column in given], 1)
+    # Before them what stays where it is.
+    at = np.stack([np.zeros(len(plans), np.int64), *map(addresses, given)], 1)
     groups: dict[Any, list[int]] = {}
     others = repeat(None) if alike is None else alike
     for i, key in enumerate(zip(map(id, plans), zip(*even, strict=True), others, strict=False)):
@@ -153,10 +164,11 @@ def launch_merged(
         with recorded_by(functools.partial(_note, noted)):
             found = call(plans[one], *tensors, None if alike is None else alike[one])
         spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t is not None]
-        calls.append([_step(launch, spans, at[numbers]) for launch in noted])
+        calls.append([_step(launch, spans, numbers) for launch in noted])
         if found is not None:
-            results[numbers] = _moved(found, spans, at[numbers])
-    _launch_all(_in_order(calls), given[0][0].device, kept)
+            column, offset = _place_in(spans, found.data_ptr())
+            results[numbers] = at[numbers, column] + offset
+    _launch_all(_in_order(calls), at, given[0][0].device, kept)
     return results
 
 
@@ -164,30 +176,25 @@ def _note(noted: list[Any], *launch: Any) -> None:
     noted.append(launch)
 
 
-def _moved(tensor: torch.Tensor, spans: Sequence[tuple[int, int]], at: Words) -> Any:
-    """Where a tensor of a call is in calls whose memory is `at`, shape (calls, tensors).
+def _place_in(spans: Sequence[tuple[int, int]], pointer: int) -> tuple[int, int]:
+    """(the memory that a pointer is in, by number from 1 on, and where); 0 if it is in none."""
+    at_end = 0, pointer
+    for column, (start, end) in enumerate(spans, start=1):
+        if start <= pointer < end:
+            return column, pointer - start
+        if pointer == end:
+            # Nothing is read there.
+            at_end = column, pointer - start
+    return at_end
 
-    `spans` is where the memory of that call is.
-    """
-    pointer = tensor.data_ptr()
-    inside = [i for i, (start, end) in enumerate(spans) if start <= pointer < end]
-    # Nothing is read at the end of memory.
-    inside += [i for i, (_, end) in enumerate(spans) if pointer == end]
-    return at[:, inside[0]] + (pointer - spans[inside[0]][0]) if inside else pointer
 
-
-def _step(launch: Any, spans: Sequence[tuple[int, int]], at: Words) -> _Step:
-    """A launch as it is of calls whose memory is `at`; see `_moved`."""
+def _step(launch: Any, spans: Sequence[tuple[int, int]], calls: list[int]) -> _Step:
+    """A launch of a call whose memory is at `spans`, as it is of others."""
     variant, programs, tensors, numbers = launch
-    rows = np.empty((len(at), 2 + len(tensors) + len(numbers)), np.int64)
-    rows[:, 1] = programs
-    for k, tensor in enumerate(tensors, start=2):
-        rows[:, k] = _moved(tensor, spans, at)
-    for k, (kind, number) in enumerate(
-        zip(variant.numbers, numbers, strict=True), start=2 + len(tensors)
-    ):
-        rows[:, k] = _word(number, kind)
-    return _Step(variant, rows)
+    places = [_place_in(spans, tensor.data_ptr()) for tensor in tensors]
+    words = map(_word, numbers, variant.numbers)
+    row = [0, programs, *[offset for _, offset in places], *words]
+    return _Step(variant, row, [column for column, _ in places], calls)
 
 
 def _word(number: float, kind: str) -> int:
@@ -198,41 +205,50 @@ def _word(number: float, kind: str) -> int:
     return whole - (1 << 64) if whole >> 63 > 0 else whole
 
 
-def _in_order(calls: list[list[_Step]]) -> list[_Step]:
+def _in_order(calls: list[list[_Step]]) -> list[list[_Step]]:
     """Launches that make all steps of calls in their order, those of several at a time."""
     launches = []
     left = [steps for steps in calls if steps]
     while left:
         variant = max(left, key=len)[0].variant
-        together = [steps.pop(0).rows for steps in left if steps[0].variant is variant]
-        launches.append(_Step(variant, np.concatenate(together)))
+        launches.append([steps.pop(0) for steps in left if steps[0].variant is variant])
         left = [steps for steps in left if steps]
     return launches
 
 
-def _launch_all(launches: list[_Step], device: torch.device, kept: torch.Tensor | None) -> None:
+def _rows(steps: list[_Step], at: Words) -> Words:
+    """The rows of a launch that have programs; `at`: where the calls' memory is."""
+    counts = [len(step.calls) for step in steps]
+    calls = [call for step in steps for call in step.calls]
+    rows: Words = np.array([step.row for step in steps], np.int64).repeat(counts, 0)
+    columns = np.array([step.columns for step in steps], np.int64).repeat(counts, 0)
+    rows[:, 2 : 2 + columns.shape[1]] += at[np.array(calls)[:, None], columns]
+    return rows[rows[:, 1] > 0]
+
+
+def _launch_all(
+    launches: list[list[_Step]], at: Words, device: torch.device, kept: torch.Tensor | None
+) -> None:
     """Put the rows of launches in a table on the device, and make them."""
     pieces: list[Any] = []
-    ends = []
-    for number, (variant, rows) in enumerate(launches):
-        rows = rows[rows[:, 1] > 0]
-        launches[number] = _Step(variant, rows)
-        end = rows[:, 1].cumsum()
-        rows[:, 0] = end - rows[:, 1]
-        ends.append(int(end[-1]) if len(rows) else 0)
-        pieces += [rows.reshape(-1), *map_of(rows[:, 0], ends[-1])]
+    merged = []
+    for steps in launches:
+        rows, variant = _rows(steps, at), steps[0].variant
+        if len(rows):
+            end = rows[:, 1].cumsum()
+            rows[:, 0] = end - rows[:, 1]
+            merged.append((_merged(variant, _kinds(variant, rows)), int(end[-1])))
+            pieces += [rows.reshape(-1), *map_of(rows[:, 0], merged[-1][1])]
+    if not merged:
+        return
     # Each at a multiple of 16 bytes.
     padded = [np.pad(x, (0, -x.size % (16 // x.itemsize))).view(np.int64) for x in pieces]
     table = new_table(sum(x.size for x in padded), device)
-    if padded:
-        fill(table, np.concatenate(padded))
+    fill(table, np.concatenate(padded))
     starts = [8 * at for at in accumulate((x.size for x in padded), initial=0)]
-    for number, (variant, rows) in enumerate(launches):
-        if ends[number]:
-            tensors = table, table, table, table if kept is None else kept
-            offsets = *starts[3 * number : 3 * number + 3], 0
-            merged = _merged(variant, _kinds(variant, rows))
-            merged.launch(ends[number], tensors, offsets=offsets)
+    tensors = table, table, table, table if kept is None else kept
+    for number, (variant, programs) in enumerate(merged):
+        variant.launch(programs, tensors, offsets=(*starts[3 * number : 3 * number + 3], 0))
 
 
 def _kinds(variant: Variant, rows: Words) -> tuple[int, ...]:
