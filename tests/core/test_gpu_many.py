@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -351,6 +352,23 @@ def test_launches_do_not_grow_with_a_batch(
         decode_many(buffers)
         made.append([kernel for kernel in launched if kernel != "_table_kernel"])
         assert tuple(map(len, made)) == expected, made
+
+
+def test_a_batch_of_large_chunks_and_small_ones(
+    place: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of lhc take other launches, and some that are the same."""
+    peeling = importlib.import_module("tightwire.codecs.lhc_peeling_triton")
+    monkeypatch.setattr(peeling, "SMALL_BLOCKS", 20)
+    codec = tw.codec("lhc")
+    xs = [values(n, place, n) * (torch.arange(n, device=place) % 5 == 0) for n in (9001, 3000)]
+    buffers = encode_many(codec, xs)
+    assert launched.count("merged_kernel") == 7 + 2 * peeling.ROUNDS
+    for buffer, x, found in zip(buffers, xs, decode_many(buffers), strict=True):
+        buffer.check()
+        expected = codec.encode(x.cpu(), backend="ref")
+        assert bytes(buffer) == bytes(expected)
+        assert same(found, tw.decode(expected, backend="ref"))
 
 
 class _Counted(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
