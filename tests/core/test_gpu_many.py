@@ -43,6 +43,8 @@ BATCHED: list[tuple[str, dict[str, Any]]] = [
     ("tahquant", {"hidden": 64, "direction": "backward"}),
 ]
 ALONE: list[tuple[str, dict[str, Any]]] = [("zipccl", {})]
+#: Codecs that draw by a key.
+KEYED = ("thc", "dynamiq")
 #: Parameters of codecs whose batches are made of single calls, all or in part, and how many
 #: launches those of tensors that start at multiples of 16 bytes take each way.
 MERGED: list[tuple[str, dict[str, Any], tuple[int, int]]] = [
@@ -117,7 +119,7 @@ def test_a_batch_has_the_bytes_of_single_calls(
     codec = tw.codec(name, **params)
     xs = tensors(place)
     options: dict[str, Any] = {"checksum": checksum}
-    if name in ("thc", "dynamiq") or "rounding" in params:
+    if name in KEYED or "rounding" in params:
         options["key"] = tw.Key(3, step=1)
     expected = [codec.encode(x.cpu(), backend="ref", **options) for x in xs]
     out = None
@@ -719,9 +721,11 @@ def test_a_graph_of_one_tensor_has_no_more_launches(launched: list[str]) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["mx", "nvfp4"])
-def test_a_graph_of_a_batch(name: str) -> None:
-    codec = tw.codec(name)
+@pytest.mark.parametrize(
+    ("name", "params"), [("mx", {}), ("nvfp4", {}), *[m[:2] for m in MERGED if m[0] not in KEYED]]
+)
+def test_a_graph_of_a_batch(name: str, params: dict[str, Any]) -> None:
+    codec = tw.codec(name, **params)
     xs = [values(n, "cuda", n, apart=n == 700) for n in (9001, 700, 65536)]
 
     def call() -> Any:
@@ -768,16 +772,18 @@ def test_streams_and_threads_share_plans() -> None:
 
 
 @pytest.mark.gpu
-def test_many_sizes_on_a_gpu() -> None:
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("mx", {}), ("nvfp4", {}), ("sdp4bit", {}), *[one[:2] for one in MERGED]],
+)
+def test_many_sizes_on_a_gpu(name: str, params: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)
-    sizes = [int(n) for n in 10 ** rng.uniform(0, 6.5, 300)]
-    for name in ("mx", "nvfp4", "sdp4bit"):
-        codec = tw.codec(name)
-        xs = [values(n, "cuda", n, apart=n % 3 == 0) for n in sizes]
-        buffers = encode_many(codec, xs)
-        found = decode_many(buffers)
-        for x, buf, y in zip(xs, buffers, found, strict=True):
-            single = codec.encode(x)
-            assert buf.array[: buf.plan.nbytes].equal(single.array)
-            assert same(y, tw.decode(single))
-            buf.check()
+    codec, key = tw.codec(name, **params), tw.Key(2)
+    sizes = [int(n) for n in 10 ** rng.uniform(0, 6.5, 100)]
+    xs = [values(n, "cuda", n, apart=n % 3 == 0) for n in [*sizes, *sizes[:50]]]
+    buffers = encode_many(codec, xs, key=key)
+    for x, buf, y in zip(xs, buffers, decode_many(buffers), strict=True):
+        single = codec.encode(x, key=key)
+        assert bytes(buf) == bytes(single)
+        assert same(y, tw.decode(single))
+        buf.check()
