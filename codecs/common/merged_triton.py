@@ -177,15 +177,14 @@ def _note(noted: list[Any], *launch: Any) -> None:
 
 
 def _place_in(spans: Sequence[tuple[int, int]], pointer: int) -> tuple[int, int]:
-    """(the memory that a pointer is in, by number from 1 on, and where); 0 if it is in none."""
-    at_end = 0, pointer
-    for column, (start, end) in enumerate(spans, start=1):
-        if start <= pointer < end:
-            return column, pointer - start
-        if pointer == end:
-            # Nothing is read there.
-            at_end = column, pointer - start
-    return at_end
+    """(the memory that a pointer is in, by number from 1 on, and where); 0 if it is in none.
+
+    The array of a buffer may go on behind the buffer, and have other memory there: so it is the one
+    that starts last. What starts where memory ends is not in it.
+    """
+    inside = [(start, k) for k, (start, end) in enumerate(spans, 1) if start <= pointer < end]
+    start, column = max(inside, default=(0, 0))
+    return column, pointer - start
 
 
 def _step(launch: Any, spans: Sequence[tuple[int, int]], calls: list[int]) -> _Step:

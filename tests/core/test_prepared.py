@@ -32,7 +32,7 @@ CODECS: list[tuple[str, dict[str, Any]]] = [
     ("omnireduce", {}),
     ("huffman", {}),
 ]
-SUMMED = ("mx", "nvfp4", "zipccl", "sdp4bit", "taco")
+SUMMED = ("mx", "nvfp4", "zipccl", "sdp4bit", "taco", "omnireduce", "lhc", "huffman")
 NELEM = 9000
 KEY = tw.Key(5, 6)
 

@@ -138,3 +138,42 @@ def test_words_of_numbers() -> None:
     assert merged_triton._word(1 << 63, "tl.uint64") == -(1 << 63)
     bits = merged_triton._word(-0.5, "tl.float32")
     assert np.array(bits, np.int64).astype(np.int32).view(np.float32) == -0.5
+
+
+def test_the_memory_that_a_pointer_is_in() -> None:
+    spans = [(100, 400), (0, 0), (300, 340), (400, 500)]
+    for pointer, expected in (
+        (100, (1, 0)),
+        (299, (1, 199)),
+        (300, (3, 0)),
+        (339, (3, 39)),
+        (340, (1, 240)),
+        (400, (4, 0)),
+        (500, (0, 500)),
+        (0, (0, 0)),
+    ):
+        assert merged_triton._place_in(spans, pointer) == expected
+
+
+@pytest.mark.parametrize("name", ["huffman", "omnireduce", "lhc", "tahquant", "dynamiq"])
+@pytest.mark.fast_cases(2)
+def test_tensors_behind_buffers_in_the_same_array(name: str, place: str) -> None:
+    """Decoded to where the array of a buffer goes on, and encoded from there."""
+    codec, key = tw.codec(name, **({"hidden": 64} if name == "tahquant" else {})), tw.Key(1)
+    rng = np.random.default_rng(0)
+    xs = [torch.from_numpy(rng.standard_normal(4000).astype(np.float32)).to(place) for _ in "ab"]
+    plan = codec.plan((4000,), "float32")
+    room = -(-plan.nbytes // 128) * 128
+    arrays = [torch.full((room + 16000,), 0xA5, dtype=torch.uint8, device=place) for _ in xs]
+    inside = [array[room:].view(torch.float32) for array in arrays]
+    for y, x in zip(inside, xs, strict=True):
+        y.copy_(x)
+    expected = [codec.encode(x, key=key) for x in xs]
+    buffers = codec.encode_many(inside, out=arrays, key=key, backend="triton")
+    assert list(map(bytes, buffers)) == list(map(bytes, expected))
+    for y in inside:
+        y.fill_(7)
+    tw.decode_many(buffers, out=inside)
+    for buffer, y, wanted in zip(buffers, inside, expected, strict=True):
+        buffer.check()
+        assert y.equal(tw.decode(wanted))
