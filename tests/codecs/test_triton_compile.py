@@ -385,6 +385,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     selections(sparsify_triton)
     table = torch.zeros(16, dtype=torch.int64)
     frame_triton._WRITE.launch(1, (table,), 0, *range(16))  # what graphs write tables by
+    fill_triton.fill_if(table, 1, torch.zeros(16, dtype=torch.bfloat16), 0.0)
     return sorted({*kernels.values(), *formats}), sorted(specialised), list(forms.values())
 
 
