@@ -31,12 +31,14 @@ from .common.driver_triton import (
     Reads,
     Source,
     Tiling,
+    checksum_terms,
     encode_sum_function,
     functions,
     sum_function,
 )
 from .common.frame_triton import Places, clear, round_bfloat16, weigh, weigh_bytes
 from .common.hadamard_triton import spread
+from .common.merged_triton import Work, launch_merged
 from .common.minifloat import INFINITY, NAN
 from .common.minifloat_triton import MAGNITUDE, as_bits, as_float, by_ptx, halves
 from .common.philox_triton import philox4
@@ -679,11 +681,14 @@ def _prepare(
     stats: torch.Tensor | None = None,
     key: Key | None = None,
 ) -> torch.Tensor:
-    """Find where super-groups are; see `Driver` and dynamiq_widths_triton."""
+    """Find where super-groups are; see `Driver` and dynamiq_widths_triton.
+
+    Without any of `x`, `reads` and `stats`, energies are already in the workspace.
+    """
     widths = Widths.of(plan)
     spec, chunks = widths.spec, plan.chunks
     buffers = 0 if reads is None else max(1, reads.number)
-    given = x if reads is None else reads.data
+    given = scratch if x is None and reads is None else x if reads is None else reads.data
     assert given is not None
     tables = tables_of(spec.grid, given.device)
     _, energies, state, counts, work = widths.parts_of(scratch, buffers, tables.device)
@@ -694,7 +699,7 @@ def _prepare(
                 shape = tuple(stats.shape)
                 raise ValueError(f"stats have shape {shape}; allowed: ({widths.stats},)")
             energies = stats
-        elif spec.widths != "fixed" and plan.nelem:
+        elif spec.widths != "fixed" and plan.nelem and x is not None:
             energies = energies.view(torch.float32)
             _driver(spec, NEAREST, measures=True).measure(plan.dtype, x, energies)
         widths.choose(energies, state, counts, work, tables, shares)
@@ -702,6 +707,36 @@ def _prepare(
         first = chunks if encodes or reads.number else 0
         widths.read(reads, first, counts, work, tables, shares)
     return work
+
+
+def encode_many(plans, xs, outs, stats=None, key: Key | None = None) -> None:
+    """Encode tensors into buffers; see `tightwire.gpu_many` for the contract."""
+    spec, work = Widths.of(plans[0]).spec, Work(plans, xs[0].device)
+    if stats is None and spec.widths != "fixed":
+        energies = work.addresses + [Widths.of(plan).parts[0] for plan in plans]
+        _driver(spec, NEAREST, measures=True).measure_many(plans[0].dtype, xs, energies)
+
+    def prepare(plan: Plan, scratch, own, _) -> torch.Tensor:
+        return _prepare(plan, None, True, scratch=scratch, stats=own, key=key)
+
+    sizes = None if stats is None else [own.numel() for own in stats]
+    known = launch_merged(plans, (work, stats), prepare, alike=sizes, kept=work.whole)
+    driver = _driver(spec, shares_of(spec, key)[0], sums=plans[0].checksum)
+    driver.encode_many(plans, xs, outs, stats=known, key=key, draws=spec.draws)
+
+
+def decode_many(plans, srcs, outs, statuses, planned) -> None:
+    """Decode buffers whole; see `tightwire.gpu_many` for the contract."""
+    work = Work(plans, outs[0].device)
+
+    def prepare(plan: Plan, src, scratch, status, _) -> torch.Tensor:
+        sums = checksum_terms(plan, scratch, status, plan.checksum)
+        reads = Reads(src, sums, status, 0, plan.chunks, plan.checksum)
+        return _prepare(plan, reads, False, scratch=scratch)
+
+    known = launch_merged(plans, (srcs, work), prepare, statuses=statuses, kept=work.whole)
+    driver, sums = driver_of(plans[0]), work.addresses
+    driver.decode_many(plans, srcs, outs, statuses, planned, stats=known, sums=sums)
 
 
 def driver_of(plan: Plan) -> Driver:

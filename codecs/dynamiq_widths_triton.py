@@ -29,8 +29,9 @@ import triton.language as tl
 
 from .common.base import Plan
 from .common.driver_triton import Reads
+from .common.fill_triton import zero
 from .common.frame_triton import CHUNK, CHUNK_PAYLOAD, place_of, report, weigh_bytes
-from .common.launch_triton import Variant, kernel, options
+from .common.launch_triton import Variant, kernel, options, program
 from .common.minifloat_triton import as_bits
 from .common.plans_triton import Launches
 from .common.tiles_triton import work_at
@@ -75,12 +76,12 @@ _PLACES_OPTIONS = options(num_warps=8)
 
 
 @triton.jit
-def _block_at(first_number, chunks, nelem, chunk_nelem, blocks, budget, SIZE: tl.constexpr):
+def _block_at(member, first_number, chunks, nelem, chunk_nelem, blocks, budget, SIZE: tl.constexpr):
     """Of this program's block of super-groups: (number of its chunk among those of all buffers,
     the chunk, the block, the chunk's first element, its super-groups and units, the block's
     super-groups).
     """
-    pid = tl.program_id(0).to(tl.int64)
+    pid = program(member).to(tl.int64)
     number, block = first_number + pid // blocks, pid % blocks
     chunk = number % chunks
     first = chunk * chunk_nelem
@@ -162,13 +163,14 @@ def _histogram_kernel(
     SHIFT: tl.constexpr,
     BEFORE_AT: tl.constexpr,
     BEFORE_BINS: tl.constexpr,
+    member=None,
 ):
     """Sums of what the steps of a block cost, by digit LEVEL of their gains.
 
     Of steps whose digits before are those of the bound. No sum counts those of digit 0. The BINS
     sums are at AT of the state, those of the digit before at BEFORE_AT.
     """
-    where = _block_at(0, chunks, nelem, chunk_nelem, blocks, budget, SIZE)
+    where = _block_at(member, 0, chunks, nelem, chunk_nelem, blocks, budget, SIZE)
     _, chunk, block, first, groups, units, j = where
     state = state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE
     f = _energies(energies_ptr, j, groups, first, nelem, SIZE)
@@ -214,12 +216,13 @@ def _ties_kernel(
     LEVELS: tl.constexpr,
     AT: tl.constexpr,
     BINS: tl.constexpr,
+    member=None,
 ):
     """What a block's ties cost; of a chunk's first block, the bound and what ties may cost.
 
     The sums by the last of LEVELS digits are BINS at AT of the state.
     """
-    where = _block_at(0, chunks, nelem, chunk_nelem, blocks, budget, SIZE)
+    where = _block_at(member, 0, chunks, nelem, chunk_nelem, blocks, budget, SIZE)
     _, chunk, block, first, groups, units, j = where
     state = state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE
     bound, left = _bound(state, units - LEAST_WIDTH * groups, LEVELS, AT, BINS, 0)
@@ -273,9 +276,10 @@ def _widths_kernel(
     budget: tl.int64,
     SIZE: tl.constexpr,
     HOW: tl.constexpr,
+    member=None,
 ):
     """Widths of a block."""
-    where = _block_at(0, chunks, nelem, chunk_nelem, blocks, budget, SIZE)
+    where = _block_at(member, 0, chunks, nelem, chunk_nelem, blocks, budget, SIZE)
     _, chunk, block, first, groups, units, j = where
     counts = counts_ptr + chunk * blocks * _COUNTS
     if HOW == _FIXED:
@@ -329,12 +333,13 @@ def _index_kernel(
     HOW: tl.constexpr,
     SUMS: tl.constexpr,
     MANY: tl.constexpr,
+    member=None,
 ):
     """Widths of a block of a chunk's index, and whether an encoder chooses such ones.
 
     MANY: at `src_ptr` is the table of buffers.
     """
-    where = _block_at(first_number, chunks, nelem, chunk_nelem, blocks, budget, SIZE)
+    where = _block_at(member, first_number, chunks, nelem, chunk_nelem, blocks, budget, SIZE)
     number, chunk, block, _, groups, units, j = where
     # fmt: off
     src_ptr, sums_ptr, status_ptr = _source_of(
@@ -381,13 +386,14 @@ def _places_kernel(
     SIZE: tl.constexpr,
     READ: tl.constexpr,
     MANY: tl.constexpr,
+    member=None,
 ):
     """Rows of a block's super-groups, by the widths of all; with a chunk's first block the chunk's
     numbers, and once the tables.
 
     READ: the widths come from an index and may be too many.
     """
-    where = _block_at(first_number, chunks, nelem, chunk_nelem, blocks, budget, SIZE)
+    where = _block_at(member, first_number, chunks, nelem, chunk_nelem, blocks, budget, SIZE)
     number, chunk, block, _, groups, units, j = where
     counts = counts_ptr + number * blocks * _COUNTS
     slot = tl.arange(0, _COUNTS)[None, :]
@@ -416,7 +422,7 @@ def _places_kernel(
         rows = tl.where(widths == w, start + w * _field(low, high, w), rows)
         base += w * tl.sum(tl.where(slot == w - 1, total, 0), 0)
     tl.store(places + j, (rows << 4) | widths, mask=j < groups)
-    if tl.program_id(0) == 0:
+    if program(member) == 0:
         word = tl.arange(0, 2048)
         here = word < _TABLES
         pair = tl.load(tables_ptr.to(tl.pointer_type(tl.int64)) + word, mask=here, other=0)
@@ -467,7 +473,7 @@ class Widths(Launches):
         programs = self.blocks * self.chunks
         *histograms, ties, widths = _width_variants(self.spec.super_group, self.how)
         if self.spec.widths != "fixed":
-            state.zero_()
+            zero(state)
             for histogram in histograms:
                 histogram.launch(programs, (energies, state), *self.numbers)
             ties.launch(programs, (energies, state, counts), *self.numbers)

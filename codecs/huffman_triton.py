@@ -30,7 +30,9 @@ from .common.dynamic_triton import (
     store_raw,
     write_record,
 )
-from .common.frame_triton import CHUNK, CHUNK_PAYLOAD, clear, frame_of, report
+from .common.fill_triton import zero
+from .common.frame_triton import CHUNK, CHUNK_PAYLOAD, Places, clear, frame_of, report
+from .common.gathered_sums_triton import launch_sum, read_elements
 from .common.huffman import WORK_NBYTES
 from .common.huffman_decode_triton import LANES, TILES
 from .common.huffman_encode_triton import count_bytes, measure_tile, write_tile
@@ -43,7 +45,8 @@ from .common.huffman_tables_triton import (
 from .common.huffman_triton import (
     TILE,
 )
-from .common.launch_triton import CUDA, PTX, Variant, kernel, options
+from .common.launch_triton import CUDA, PTX, Variant, kernel, options, program
+from .common.merged_triton import merged_functions
 from .common.minifloat_triton import aligned_for
 from .common.plans_triton import Selection
 from .huffman import GROUP, GROUP_TILES, STEP, group_count, planes_of, tile_count
@@ -122,11 +125,12 @@ def _counts_kernel(
     groups: tl.int32,
     work_at: tl.int64,
     L: tl.constexpr,
+    member=None,
 ):
     """Counts of the bytes of a tile, or of its part of a group's sample."""
     ITEM: tl.constexpr = L.item
-    chunk = (tl.program_id(0) // tiles).to(tl.int64)
-    tile = tl.program_id(0) % tiles
+    chunk = (program(member) // tiles).to(tl.int64)
+    tile = program(member) % tiles
     group, t = tile // _GROUP_TILES, tile % _GROUP_TILES
     first = chunk * chunk_nelem
     n = tl.minimum(chunk_nelem, nelem - first)
@@ -152,12 +156,13 @@ def _tables_kernel(
     work_at: tl.int64,
     sizes_at: tl.int64,
     L: tl.constexpr,
+    member=None,
 ):
     """The table of a plane of a group."""
     ITEM: tl.constexpr = L.item
-    plane = tl.program_id(0) % ITEM
-    group = (tl.program_id(0) // ITEM) % groups
-    chunk = (tl.program_id(0) // ITEM // groups).to(tl.int64)
+    plane = program(member) % ITEM
+    group = (program(member) // ITEM) % groups
+    chunk = (program(member) // ITEM // groups).to(tl.int64)
     _, m = _part_of(tl.minimum(chunk_nelem, nelem - chunk * chunk_nelem), group, _GROUP)
     if plane == 0:
         tl.store(_group_sizes(scratch_ptr, sizes_at, chunk, groups) + group, 0)
@@ -204,11 +209,12 @@ def _measure_kernel(
     all_groups: tl.int64,
     L: tl.constexpr,
     COLUMNS: tl.constexpr,
+    member=None,
 ):
     """Bytes of a tile, in steps."""
     ITEM: tl.constexpr = L.item
-    chunk = (tl.program_id(0) // tiles).to(tl.int64)
-    tile = tl.program_id(0) % tiles
+    chunk = (program(member) // tiles).to(tl.int64)
+    tile = program(member) % tiles
     group, t = tile // _GROUP_TILES, tile % _GROUP_TILES
     first = chunk * chunk_nelem
     begin, m = _part_of(tl.minimum(chunk_nelem, nelem - first), tile, TILE)
@@ -244,11 +250,12 @@ def _pack_kernel(
     dynamic_at: tl.int64,
     dynamic_stride: tl.int64,
     L: tl.constexpr,
+    member=None,
 ):
     """Write a tile and its share of the index, or of the raw bytes; once, the record."""
     ITEM: tl.constexpr = L.item
-    chunk = (tl.program_id(0) // tiles).to(tl.int64)
-    tile = tl.program_id(0) % tiles
+    chunk = (program(member) // tiles).to(tl.int64)
+    tile = program(member) % tiles
     g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
     first, n, static_ptr, dynamic_ptr, record_ptr = chunk_at(out_ptr, chunk, nelem, chunk_nelem, g)
     begin, m = _part_of(n, tile, TILE)
@@ -315,10 +322,11 @@ def _decode_kernel(
     dynamic_stride: tl.int64,
     slot: tl.int64,
     L: tl.constexpr,
+    member=None,
 ):
     """A group's share of elements `start` to `stop`, and of the checksum."""
     ITEM: tl.constexpr = L.item
-    lin = first_group + tl.program_id(0)
+    lin = first_group + program(member)
     chunk, group = (lin // groups).to(tl.int64), (lin % groups).to(tl.int32)
     g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
     first, n, static_ptr, dynamic_ptr, record_ptr = chunk_at(src_ptr, chunk, nelem, chunk_nelem, g)
@@ -446,7 +454,7 @@ def decode(plan: Plan, src, out, scratch, status, **options) -> None:
         # Planes are put together in memory, so sums take a pass of their own.
         target = torch.empty(stop - start, dtype=getattr(torch, dtype.name), device=out.device)
     if sums:
-        scratch[: g.sums_nbytes].zero_()
+        zero(scratch[: g.sums_nbytes])
     if starts is None:
         starts = status
     # Of packed buffers the elements' own size is the limit.
@@ -467,3 +475,21 @@ def decode(plan: Plan, src, out, scratch, status, **options) -> None:
     if chosen.add:
         values = out.view(dtype=out.dtype).reshape(-1)
         values.copy_(values.float() + target.float())
+
+
+encode_many, decode_many = merged_functions(encode, decode)
+
+
+def sum(plan: Plan, places: Places, out, *, planned=True, **terms) -> None:
+    """Add up buffers; see `tightwire.gpu_many` for the contract.
+
+    Elements are put together in memory, plane by plane: so all buffers are decoded before.
+    """
+    number, item = places.number, plan.dtype.itemsize
+    nbytes = align(plan.nelem * item)
+    memory = torch.empty(max(number * nbytes, 1), dtype=torch.uint8, device=out.device)
+    kind = getattr(torch, plan.dtype.name)
+    decoded = [memory[k * nbytes :][: plan.nelem * item].view(kind) for k in range(number)]
+    srcs, statuses = places.kept[:number], places.kept[number:]
+    decode_many([plan] * number, srcs, decoded, statuses, [planned] * number)
+    launch_sum(read_elements, plan, places, out, memory, nbytes, **terms)

@@ -26,7 +26,8 @@ import triton.language as tl
 
 from ..formats.dtypes import DType
 from .common.base import Plan
-from .common.launch_triton import kernel
+from .common.fill_triton import zero
+from .common.launch_triton import kernel, program
 from .common.minifloat_triton import elements_at
 from .common.plans_triton import Launches, variant_of
 from .lhc import BLOCK, FINISHED, HASHES, LANES, LEFT, ROUNDS, STATE, Lhc, mapping_of, workspace
@@ -64,9 +65,9 @@ def chunk_at(chunk, nelem, chunk_nelem):
 
 
 @triton.jit
-def program_of(first_chunk, tiles):
+def program_of(member, first_chunk, tiles):
     """The chunk of a program, and its number there."""
-    pid = tl.program_id(0).to(tl.int64)
+    pid = program(member).to(tl.int64)
     return first_chunk + pid // tiles, pid % tiles
 
 
@@ -186,9 +187,10 @@ def _round_kernel(
     round_index: tl.int32,
     BLOCKS: tl.constexpr,
     PEEL: tl.constexpr,
+    member=None,
 ):
     """Half of a round, for some blocks of a chunk: of cells, or with PEEL of elements."""
-    chunk, tile = program_of(first_chunk, tiles)
+    chunk, tile = program_of(member, first_chunk, tiles)
     block = tile * BLOCKS + tl.arange(0, BLOCKS)
     state = state_at(state_ptr, chunk)
     if _going(state, round_index):
@@ -212,9 +214,10 @@ def _finish_kernel(
     sketch_blocks: tl.int64,
     round_index: tl.int32,
     BLOCKS: tl.constexpr,
+    member=None,
 ):
     """All rounds of a chunk from round `round_index` on."""
-    chunk = first_chunk + tl.program_id(0).to(tl.int64)
+    chunk = first_chunk + program(member).to(tl.int64)
     left, a, b, cells = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
     table = table_ptr.to(tl.pointer_type(tl.int64))
     going = _going(state_at(state_ptr, chunk), round_index).to(tl.int32)
@@ -257,7 +260,7 @@ def _count_kernel(
     tiles: tl.int64,
 ):
     """Add up what became of some words of a chunk's elements: see `peeling`."""
-    chunk, tile = program_of(0, tiles)
+    chunk, tile = program_of(None, 0, tiles)
     word = tile * _COUNTED + tl.arange(0, _COUNTED)
     inside = word < blocks * BLOCK_WORDS
     left, a, b, _ = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
@@ -318,14 +321,15 @@ def _index_kernel(
     FROM: tl.constexpr,
     WORK: tl.constexpr,
     ITEM: tl.constexpr,
+    member=None,
 ):
     """The index of some words of a chunk, from elements or a tensor's index, or as it is there.
 
     With WORK all that is in the index is left, and nothing is peeled.
     """
-    chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
+    chunk, tile = program_of(member, first_chunk, tiles)
     first, n = chunk_at(chunk, nelem, chunk_nelem)
-    word, mask = words_of(tl.program_id(0).to(tl.int64) % tiles, n)
+    word, mask = words_of(tile, n)
     inside = word < blocks * BLOCK_WORDS
     static_ptr = index_ptr + (static_at + chunk * static_stride + index_at) * 128
     index = static_ptr.to(tl.pointer_type(tl.uint32)) + word
@@ -404,7 +408,7 @@ def read_index(plan: Plan, source: int, tensors, first: int, end: int) -> None:
 def peel_chunks(plan: Plan, table, planes, state, first: int, end: int) -> None:
     """Peel what is left in chunks `first` to `end`."""
     g = Shape.of(plan)
-    state.zero_()
+    zero(state)
     halves = [variant_of(_round_kernel, BLOCKS=ROUND_BLOCKS, PEEL=half) for half in (False, True)]
     tensors, where = (table, planes, state), (first, plan.chunks, *g.both)
     rounds = 0 if g.blocks <= SMALL_BLOCKS else ROUNDS

@@ -14,17 +14,22 @@ import triton
 import triton.language as tl
 
 from ..formats.dtypes import DType
+from ..formats.header import align
 from .common.base import Key, Plan
+from .common.fill_triton import zero
 from .common.frame_triton import (
     CHUNK,
     CHUNK_PAYLOAD,
+    Places,
     frame_of,
     report,
     store_element,
     touched,
     weigh,
 )
+from .common.gathered_sums_triton import check_sources, launch_sum
 from .common.launch_triton import PTX, kernel
+from .common.merged_triton import merged_functions
 from .common.minifloat import INFINITY, NAN
 from .common.minifloat_triton import aligned_for, converted, elements_at, narrow, widen
 from .common.plans_triton import Selection, variant_of
@@ -103,13 +108,14 @@ def _scatter_kernel(
     CELL_ITEM: tl.constexpr,
     ALIGNED: tl.constexpr,
     PTX: tl.constexpr,
+    member=None,
 ):
     """Store elements in their own cells, a tile of them. All cells are zero.
 
     Says in the state if a chunk has elements to estimate, and in its record if one is not zero and
     not in the index.
     """
-    chunk, tile = program_of(0, tiles)
+    chunk, tile = program_of(member, 0, tiles)
     first, n = chunk_at(chunk, nelem, chunk_nelem)
     if ALIGNED:
         # Made here: a hint on what a function gives is lost.
@@ -159,10 +165,10 @@ def _estimate_kernel(
     CELL_EXP: tl.constexpr,
     CELL_ITEM: tl.constexpr,
     PTX: tl.constexpr,
+    member=None,
 ):
     """Add up a block of cells from the elements that stay left, in the order of its list."""
-    chunk = tl.program_id(0).to(tl.int64) // sketch_blocks
-    block = tl.program_id(0).to(tl.int64) % sketch_blocks
+    chunk, block = program_of(member, 0, sketch_blocks)
     if tl.load(state_at(state_ptr, chunk) + _LEFT) != 0:
         first, _ = chunk_at(chunk, nelem, chunk_nelem)
         left, _, _, _ = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
@@ -197,13 +203,14 @@ def _sum_kernel(
     static_at: tl.int64,
     static_stride: tl.int64,
     WRITE: tl.constexpr,
+    member=None,
 ):
     """Checksum terms of some words of a chunk's static part, added in `sums_ptr`.
 
     With WRITE `data_ptr` is being encoded, and its record gets them, or no checksum if the index
     lacks an element.
     """
-    chunk, tile = program_of(first_chunk, tiles)
+    chunk, tile = program_of(member, first_chunk, tiles)
     static_ptr = data_ptr + (static_at + chunk * static_stride) * 128
     at = tile * _SUMMED + tl.arange(0, _SUMMED)
     words = static_ptr.to(tl.pointer_type(tl.uint32))
@@ -241,9 +248,10 @@ def _used_kernel(
     sketch_blocks: tl.int64,
     tiles: tl.int64,
     BLOCKS: tl.constexpr,
+    member=None,
 ):
     """Set in the bitmap of some blocks of cells which are own cells or those of estimates."""
-    chunk, tile = program_of(first_chunk, tiles)
+    chunk, tile = program_of(member, first_chunk, tiles)
     block = tile * BLOCKS + tl.arange(0, BLOCKS)
     left, a, b, cells = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
     table = table_ptr.to(tl.pointer_type(tl.int64))
@@ -280,12 +288,13 @@ def _cells_kernel(
     static_stride: tl.int64,
     index_at: tl.int64,
     ITEM: tl.constexpr,
+    member=None,
 ):
     """Report a cell that is not zero and not used, of some words of the bitmap of cells.
 
     Once, also the bits behind those of the last element in the index.
     """
-    chunk, tile = program_of(first_chunk, tiles)
+    chunk, tile = program_of(member, first_chunk, tiles)
     word = tile * WORDS + tl.arange(0, WORDS)
     inside = word < sketch_blocks * BLOCK_WORDS
     _, _, _, cells = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
@@ -324,6 +333,54 @@ def _median(x, y, z):
     return tl.where(nan, _NAN, _ordered(middle))
 
 
+@triton.jit
+def _decoded(
+    static_ptr,
+    table_ptr,
+    planes,
+    word,
+    i,
+    blocks,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    CELL_EXP: tl.constexpr,
+    CELL_ITEM: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Bits of elements `i`, those of words of a chunk's bitmaps."""
+    inside = word < blocks * BLOCK_WORDS
+    left, a, b, _ = planes
+    stay = tl.load(left + word, mask=inside, other=0)
+    in_a = tl.load(a + word, mask=inside, other=0)
+    in_b = tl.load(b + word, mask=inside, other=0)
+    table = table_ptr.to(tl.pointer_type(tl.int64))
+    place, first, second, third = _places(table, word, in_a, in_b, inside)
+    payload = elements_at(static_ptr, CELL_ITEM)
+    v = tl.load(payload + _cell(place, i), mask=spread(in_a | in_b), other=0)
+    bits = converted(v, CELL_EXP, CELL_ITEM, EXP, ITEM, PTX)
+    if tl.max((stay != 0).to(tl.int32), 0) != 0:
+        on = spread(stay)
+        x = _signed_cell(payload, first, i, on, CELL_EXP, CELL_ITEM)
+        y = _signed_cell(payload, second, i, on, CELL_EXP, CELL_ITEM)
+        z = _signed_cell(payload, third, i, on, CELL_EXP, CELL_ITEM)
+        value = _median(x, y, z).to(tl.float32, bitcast=True)
+        bits = tl.where(on, narrow(value, EXP, ITEM, PTX), bits)
+    return bits
+
+
+@triton.jit
+def _read(static_ptr, work_ptr, table_ptr, t, word, at, blocks, sketch_blocks, F: tl.constexpr):
+    """READER: see gathered_sums_triton. `at`: where bitmaps are in work memory, by 128 bytes."""
+    chunk, chunks, _, _ = t
+    planes = planes_of(work_ptr + at * 128, chunk, chunks, blocks, sketch_blocks)
+    # fmt: off
+    return _decoded(
+        static_ptr, table_ptr, planes, word, elements_of(word), blocks, F.exponent, F.item,
+        F.cell_exponent, F.cell_item, F.ptx,
+    )
+    # fmt: on
+
+
 @kernel
 def _decode_kernel(
     src_ptr,
@@ -348,9 +405,10 @@ def _decode_kernel(
     ALIGNED: tl.constexpr,
     ADD: tl.constexpr,
     PTX: tl.constexpr,
+    member=None,
 ):
     """Elements `start` to `stop` of the tensor as far as they lie in one tile of one chunk."""
-    chunk, tile = program_of(first_chunk, tiles)
+    chunk, tile = program_of(member, first_chunk, tiles)
     first, n = chunk_at(chunk, nelem, chunk_nelem)
     to = first - start
     if ALIGNED:
@@ -361,25 +419,14 @@ def _decode_kernel(
     end = begin + WORDS * WORD
     if (begin < hi) & (end > lo):
         word, _ = words_of(tile, n)
-        inside = word < blocks * BLOCK_WORDS
-        left, a, b, _ = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
-        stay = tl.load(left + word, mask=inside, other=0)
-        in_a = tl.load(a + word, mask=inside, other=0)
-        in_b = tl.load(b + word, mask=inside, other=0)
         i = elements_of(word)
-        table = table_ptr.to(tl.pointer_type(tl.int64))
-        place, first_place, second, third = _places(table, word, in_a, in_b, inside)
+        planes = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
         static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
-        payload = elements_at(static_ptr, CELL_ITEM)
-        v = tl.load(payload + _cell(place, i), mask=spread(in_a | in_b), other=0)
-        bits = converted(v, CELL_EXP, CELL_ITEM, EXP, ITEM, PTX)
-        if tl.max((stay != 0).to(tl.int32), 0) != 0:
-            on = spread(stay)
-            x = _signed_cell(payload, first_place, i, on, CELL_EXP, CELL_ITEM)
-            y = _signed_cell(payload, second, i, on, CELL_EXP, CELL_ITEM)
-            z = _signed_cell(payload, third, i, on, CELL_EXP, CELL_ITEM)
-            value = _median(x, y, z).to(tl.float32, bitcast=True)
-            bits = tl.where(on, narrow(value, EXP, ITEM, PTX), bits)
+        # fmt: off
+        bits = _decoded(
+            static_ptr, table_ptr, planes, word, i, blocks, EXP, ITEM, CELL_EXP, CELL_ITEM, PTX
+        )
+        # fmt: on
         if (begin >= lo) & (end <= hi):
             store_element(out_ptr, to + i, bits, None, EXP, ITEM, ADD)
         else:
@@ -438,7 +485,7 @@ def decode(plan: Plan, src, out, scratch, status, *, peeled=False, **selection) 
     summed = chosen.check and plan.checksum and (start < stop or not plan.nelem)
     first, end, _, _ = touched(plan, start, stop)
     if summed:
-        sums.zero_()
+        zero(sums)
         _sum(plan, src, sums, first, end, False)
     if start < stop:
         table = g.table(src.device)
@@ -459,3 +506,26 @@ def decode(plan: Plan, src, out, scratch, status, *, peeled=False, **selection) 
             numbers = start, stop, *where, *g.sizes, *g.both, g.tiles, *g.static
             variant.launch(g.tiles * (end - first), (src, out, table, planes), *numbers)
     chosen.check_frame(plan, src, sums, status, summed)
+
+
+encode_many, decode_many = merged_functions(encode, decode)
+
+
+def sum(plan: Plan, places: Places, out, *, planned=True, **terms) -> None:
+    """Add up buffers; see `tightwire.gpu_many` for the contract."""
+    g, work = Shape.of(plan), check_sources(plan, places, decode, planned)
+    sums, state, _ = g.parts
+    launch_sum(
+        _read,
+        plan,
+        places,
+        out,
+        work.whole,
+        align(plan.scratch_nbytes),
+        tile=2048,
+        row=int(WORD.value),
+        cell=g.cell,
+        table=g.table(out.device),
+        numbers=((sums + state) // 128, *g.both),
+        **terms,
+    )

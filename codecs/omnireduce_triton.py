@@ -15,6 +15,7 @@ are read and written; but for norms that is one pass over memory.
 
 from __future__ import annotations
 
+import builtins
 import functools
 
 import torch
@@ -22,10 +23,13 @@ import triton
 import triton.language as tl
 
 from ..formats.dtypes import DType
+from ..formats.header import align
 from .common.base import Key, Plan
+from .common.fill_triton import zero
 from .common.frame_triton import (
     CHUNK,
     CHUNK_PAYLOAD,
+    Places,
     frame_of,
     report,
     store_element,
@@ -33,7 +37,9 @@ from .common.frame_triton import (
     weigh,
     weigh_bytes,
 )
-from .common.launch_triton import PTX, kernel
+from .common.gathered_sums_triton import check_sources, launch_sum
+from .common.launch_triton import PTX, kernel, program
+from .common.merged_triton import merged_functions
 from .common.minifloat_triton import aligned_for, converted, elements_at
 from .common.norms_triton import agreed, roots
 from .common.plans_triton import Launches, Selection, variant_of
@@ -45,10 +51,10 @@ _TILE = tl.constexpr(4096)
 
 
 @triton.jit
-def _span_at(first_chunk, spans, nelem, chunk_nelem, BLOCK: tl.constexpr):
+def _span_at(member, first_chunk, spans, nelem, chunk_nelem, BLOCK: tl.constexpr):
     """(chunk, number of the span, its blocks, which of them are there, first element, blocks)."""
-    chunk = (first_chunk + tl.program_id(0) // spans).to(tl.int64)
-    span = tl.program_id(0) % spans
+    chunk = (first_chunk + program(member) // spans).to(tl.int64)
+    span = program(member) % spans
     first = chunk * chunk_nelem
     n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
     blocks = (n + BLOCK - 1) // BLOCK
@@ -83,9 +89,10 @@ def _histogram_kernel(
     slots: tl.int64,
     BLOCK: tl.constexpr,
     LEVEL: tl.constexpr,
+    member=None,
 ):
     """Count the blocks of a span by byte LEVEL of their norms, if those before are the chosen."""
-    chunk, _, block, here, first, blocks = _span_at(0, spans, nelem, chunk_nelem, BLOCK)
+    chunk, _, block, here, first, blocks = _span_at(member, 0, spans, nelem, chunk_nelem, BLOCK)
     key = agreed(norms_ptr, norms, first, block, here, BLOCK)
     chosen, _ = _digits(bins_ptr, chunk, blocks, slots, LEVEL)
     if LEVEL > 0:
@@ -131,13 +138,14 @@ def _count_kernel(
     index_at: tl.int64,
     BLOCK: tl.constexpr,
     ENCODE: tl.constexpr,
+    member=None,
 ):
     """How many blocks of a span are above the smallest norm that is kept, and how many have it.
 
     Decoding, how many are in the index, and 0.
     """
     chunk, span, block, here, first, blocks = _span_at(
-        first_chunk, spans, nelem, chunk_nelem, BLOCK
+        member, first_chunk, spans, nelem, chunk_nelem, BLOCK
     )
     counts = table_ptr.to(tl.pointer_type(tl.int32)) + (chunk * spans + span) * 2
     if ENCODE:
@@ -176,13 +184,14 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     ENCODE: tl.constexpr,
     SUMS: tl.constexpr,
+    member=None,
 ):
     """A span's share of the index, and of the block of each slot; how many slots have one.
 
     Decoding, the slot of each of its blocks, -1 if it has none, and how many cells are in use.
     """
     chunk, span, block, here, first, blocks = _span_at(
-        first_chunk, spans, nelem, chunk_nelem, BLOCK
+        member, first_chunk, spans, nelem, chunk_nelem, BLOCK
     )
     counts = table_ptr.to(tl.pointer_type(tl.int32)) + chunk * spans * 2
     found_ptr = slots_ptr.to(tl.pointer_type(tl.int32)) + chunk * chunk_blocks
@@ -276,11 +285,12 @@ def _encode_kernel(
     ALIGNED: tl.constexpr,
     PTX: tl.constexpr,
     SUMS: tl.constexpr,
+    member=None,
 ):
     """Fill some slots of a chunk."""
     ROWS: tl.constexpr = _TILE // BLOCK
-    chunk = (tl.program_id(0) // tiles).to(tl.int64)
-    tile = (tl.program_id(0) % tiles).to(tl.int64)
+    chunk = (program(member) // tiles).to(tl.int64)
+    tile = (program(member) % tiles).to(tl.int64)
     first = chunk * chunk_nelem
     if ALIGNED:
         first = tl.multiple_of(first, 16)
@@ -306,6 +316,26 @@ def _encode_kernel(
         tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
+@triton.jit
+def _cells(payload, slots_ptr, chunk, chunk_nelem, block, n, BLOCK: tl.constexpr):
+    """(cells of blocks of a chunk, 0 of those without slots, and their numbers)."""
+    blocks = (chunk_nelem + BLOCK - 1) // BLOCK
+    found_ptr = slots_ptr.to(tl.pointer_type(tl.int32)) + chunk * blocks
+    slot = tl.load(found_ptr + block, mask=block * BLOCK < n, other=-1).to(tl.int64)
+    at = slot[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return tl.load(payload + at, mask=(slot >= 0)[:, None], other=0), at
+
+
+@triton.jit
+def _read(static_ptr, work_ptr, table_ptr, t, block, at, chunk_nelem, more, F: tl.constexpr):
+    """READER: see gathered_sums_triton. `at`: where in the work memory slots are, by 128 bytes."""
+    BLOCK: tl.constexpr = F.row
+    chunk, _, _, n = t
+    payload = elements_at(static_ptr, F.cell_item)
+    v, _ = _cells(payload, work_ptr + at * 128, chunk, chunk_nelem, block, n, BLOCK)
+    return converted(v, F.cell_exponent, F.cell_item, F.exponent, F.item, F.ptx)
+
+
 @kernel
 def _decode_kernel(
     src_ptr,
@@ -320,7 +350,6 @@ def _decode_kernel(
     nelem: tl.int64,
     chunk_nelem: tl.int64,
     slots: tl.int64,
-    static_at: tl.int64,
     static_stride: tl.int64,
     BLOCK: tl.constexpr,
     EXP: tl.constexpr,
@@ -332,18 +361,20 @@ def _decode_kernel(
     STORE: tl.constexpr,
     PTX: tl.constexpr,
     SUMS: tl.constexpr,
+    member=None,
 ):
     """Elements `start` to `stop` of the tensor as far as they lie in one tile of one chunk.
 
-    The program also looks whether cells are zero of those of a tile that no element has.
+    `src_ptr` is the first static part. The program also looks whether cells are zero of those of a
+    tile that no element has.
     """
     ROWS: tl.constexpr = _TILE // BLOCK
     tiles = tl.maximum((chunk_nelem + _TILE - 1) // _TILE, 1).to(tl.int32)
-    chunk = (first_chunk + tl.program_id(0) // tiles).to(tl.int64)
-    tile = (tl.program_id(0) % tiles).to(tl.int64)
+    chunk = (first_chunk + program(member) // tiles).to(tl.int64)
+    tile = (program(member) % tiles).to(tl.int64)
     first = chunk * chunk_nelem
     n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
-    static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
+    static_ptr = src_ptr + chunk * static_stride * 128
     payload = elements_at(static_ptr, CELL_ITEM)
     to = first - start
     if ALIGNED:
@@ -356,12 +387,7 @@ def _decode_kernel(
     block = tile * ROWS + tl.arange(0, ROWS)
     total = tl.full([], 0, tl.uint64)
     if SUMS | ((begin < hi) & (end > lo)):
-        found_ptr = slots_ptr.to(tl.pointer_type(tl.int32)) + chunk * (
-            (chunk_nelem + BLOCK - 1) // BLOCK
-        )
-        slot = tl.load(found_ptr + block, mask=block * BLOCK < n, other=-1).to(tl.int64)
-        at = slot[:, None] * BLOCK + j
-        v = tl.load(payload + at, mask=(slot >= 0)[:, None], other=0)
+        v, at = _cells(payload, slots_ptr, chunk, chunk_nelem, block, n, BLOCK)
         total += _terms(v, at, CELL_ITEM)
         if STORE:
             bits = converted(v, CELL_EXP, CELL_ITEM, EXP, ITEM, PTX)
@@ -461,7 +487,7 @@ def decode(plan: Plan, src, out, scratch, status, **selection) -> None:
     sums = chosen.check and plan.checksum and start < stop
     first, end, _, _ = touched(plan, start, stop)
     if sums:
-        totals.zero_()
+        zero(totals)
     if start < stop:
         g.place(plan, src, src, parts, status, first, end, sums)
         adding = out.element_size() if chosen.add else 0
@@ -470,5 +496,27 @@ def decode(plan: Plan, src, out, scratch, status, **selection) -> None:
         variant = variant_of(_decode_kernel, 8, **values, ALIGNED=even)
         tensors = src, src if out is None else out, found, used, totals, status
         programs = _tiles(plan.chunk_nelem) * (end - first)
-        variant.launch(programs, tensors, start, stop, first, *g.sizes, g.slots, *g.static)
+        numbers = start, stop, first, *g.sizes, g.slots, g.static[1]
+        variant.launch(programs, tensors, *numbers, offsets=(plan.static_offset, 0, 0, 0, 0, 0))
     chosen.check_frame(plan, src, totals, status, sums)
+
+
+encode_many, decode_many = merged_functions(encode, decode)
+
+
+def sum(plan: Plan, places: Places, out, *, planned=True, **terms) -> None:
+    """Add up buffers; see `tightwire.gpu_many` for the contract."""
+    g, work = Slots.of(plan), check_sources(plan, places, decode, planned)
+    *before, _, _ = g.parts
+    launch_sum(
+        _read,
+        plan,
+        places,
+        out,
+        work.whole,
+        align(plan.scratch_nbytes),
+        row=g.spec.block,
+        cell=g.spec.cell_dtype(plan.dtype),
+        numbers=(builtins.sum(before) // 128, plan.chunk_nelem, 0),
+        **terms,
+    )

@@ -18,8 +18,16 @@ import triton.language as tl
 from ..formats.header import align
 from .common.base import Plan
 from .common.driver_triton import Driver, Tiling
-from .common.frame_triton import CHUNK, CHUNK_PAYLOAD, Places, Table, place_of, report
-from .common.launch_triton import Variant, kernel, options
+from .common.frame_triton import (
+    CHUNK,
+    CHUNK_PAYLOAD,
+    Places,
+    Table,
+    clear,
+    place_of,
+    report,
+)
+from .common.launch_triton import Variant, kernel, options, program, programs
 from .common.minifloat_triton import aligned_for, by_ptx
 from .common.runs_triton import (
     RUN,
@@ -268,6 +276,7 @@ def _entropy_kernel(
     L: tl.constexpr,
     ONCE: tl.constexpr,
     DECODE: tl.constexpr,
+    member=None,
 ):
     """The entropy of one of the `whole` tokens of a chunk, in bits times 2^12, to `stats_ptr`.
 
@@ -276,7 +285,7 @@ def _entropy_kernel(
     L.aligned: tokens are whole tiles, at multiples of 16 bytes.
     """
     # Those that are read first when tiles are encoded are read last here: some stay in the cache.
-    pid = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.uint32)
+    pid = (programs(member) - 1 - program(member)).to(tl.uint32)
     chunk = (pid // whole.to(tl.uint32)).to(tl.int64)
     token = pid.to(tl.int64) - chunk * whole
     hidden = tl.load(plan_ptr + HIDDEN)
@@ -319,12 +328,12 @@ def _entropy_kernel(
 
 
 @kernel
-def _select_kernel(out_ptr, stats_ptr, plan_ptr, blocks: tl.int32):
+def _select_kernel(out_ptr, stats_ptr, plan_ptr, blocks: tl.int32, member=None):
     """Pick the narrow tokens of a chunk; ranks and the index of one of its `blocks` of tokens.
 
     All programs of a chunk look for the same bound.
     """
-    pid = tl.program_id(0).to(tl.int64)
+    pid = program(member).to(tl.int64)
     chunk, block = pid // blocks, pid % blocks
     _copy(stats_ptr, plan_ptr, pid)
     _, n = _chunk(plan_ptr, chunk)
@@ -449,9 +458,10 @@ def _rank_kernel(
     first_chunk: tl.int64,
     blocks: tl.int32,
     number: tl.int32,
+    member=None,
 ):
     """Ranks of a block of tokens of a buffer, to row `number`."""
-    pid = tl.program_id(0).to(tl.int64)
+    pid = program(member).to(tl.int64)
     chunk, block = first_chunk + pid // blocks, pid % blocks
     if tl.load(plan_ptr + RANKED) != 0:
         _copy(stats_ptr, plan_ptr, pid)
@@ -471,6 +481,16 @@ def _rank_places_kernel(sources_ptr, stats_ptr, plan_ptr, blocks: tl.int32):
     _write_ranks(src_ptr, stats_ptr, status_ptr, plan_ptr, chunk % chunks, number, block)
 
 
+@kernel
+def _clear_kernel(out_ptr, plan_ptr, member=None):
+    """The index of a chunk without narrow tokens, which is all there is behind the scales."""
+    chunk = program(member).to(tl.int64)
+    index_ptr = _index_of(out_ptr, plan_ptr, chunk)
+    nbytes = (tl.load(plan_ptr + _STRIDE) - tl.load(plan_ptr + INDEX)) * 128
+    clear(index_ptr, nbytes * 0, nbytes, chunk * 0, chunk * 0 + 1)
+
+
+_CLEAR = Variant(_clear_kernel, options(1))
 _RANKS = Variant(_rank_kernel, options(_RANK_WARPS))
 _RANK_PLACES = Variant(_rank_places_kernel, options(_RANK_WARPS))
 _SELECT = Variant(_select_kernel, options(_SELECT_WARPS))
@@ -534,8 +554,8 @@ def read_ranks(plan: Plan, src, stats, status, first: int, end: int, number: int
 def clear_index(plan: Plan, out: torch.Tensor) -> None:
     """Write the index of a buffer without narrow tokens."""
     if plan.codec.forward:
-        statics = out[plan.static_offset : plan.dynamic_offset].view(plan.chunks, -1)
-        statics[:, sum(s.nbytes for s in plan.layout.sections[:2]) :].zero_()
+        table = table_on(plan, out.device)
+        _CLEAR.launch(plan.chunks, (out, table))
 
 
 def choose_tokens(plan: Plan, driver: Driver, decode_runs, x, out, stats, src=None) -> None:

@@ -8,6 +8,7 @@ Which tokens are narrow is known before tiles are looked at: see tahquant_ranks_
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,9 @@ import triton.language as tl
 
 from .common.base import Key, Plan
 from .common.driver_triton import Driver, Source, Tiling, encode_sum_function, sum_function
-from .common.frame_triton import Places, touched, weigh, weigh_bytes
+from .common.frame_triton import Places, Words, touched, weigh, weigh_bytes
 from .common.hadamard_triton import butterflies, spread
+from .common.merged_triton import Work, launch_merged
 from .common.minifloat_triton import halves
 from .common.runs_triton import (
     ANCHOR,
@@ -448,6 +450,10 @@ class Ranked(Driver):
         """Elements of the tiles of a chunk."""
         return int(plan.codec.tiles(plan.chunk_nelem) * plan.codec.tile)
 
+    def extent_of(self, plan: Plan) -> Callable[[Words], Words]:
+        """See `Driver.extent_of`."""
+        return lambda nelem: plan.codec.tiles(nelem) * plan.codec.tile
+
     def sum(self, plan: Plan, places: Places, out: torch.Tensor, **given: Any) -> None:
         """See `Driver.sum`. The indexes of the buffers are read by a launch before.
 
@@ -530,6 +536,32 @@ def decode(
     read_ranks(plan, src, known, status, *touched(plan, start, stop)[:2])
     driver = _driver(plan.codec)
     driver.decode(plan, src, out, scratch, status, start=start, stop=stop, stats=known, **selection)
+
+
+def encode_many(plans, xs, outs, stats=None, key: Key | None = None) -> None:
+    """Encode tensors into buffers; see `tightwire.gpu_many` for the contract."""
+    driver, work = _driver(plans[0].codec), Work(plans, xs[0].device)
+
+    def prepare(plan: Plan, x, out, scratch, _) -> torch.Tensor:
+        known = stats_of(plan, scratch)
+        choose_tokens(plan, driver, _decode_runs, x.detach(), out, known)
+        return known
+
+    known = launch_merged(plans, (xs, outs, work), prepare, kept=work.whole)
+    driver.encode_many(plans, xs, outs, stats=known)
+
+
+def decode_many(plans, srcs, outs, statuses, planned) -> None:
+    """Decode buffers whole; see `tightwire.gpu_many` for the contract."""
+    driver, work = _driver(plans[0].codec), Work(plans, outs[0].device)
+
+    def prepare(plan: Plan, src, scratch, status, _) -> torch.Tensor:
+        known = stats_of(plan, scratch)
+        read_ranks(plan, src, known, status, 0, plan.chunks)
+        return known
+
+    known = launch_merged(plans, (srcs, work), prepare, statuses=statuses, kept=work.whole)
+    driver.decode_many(plans, srcs, outs, statuses, planned, stats=known)
 
 
 def driver_of(plan: Plan) -> Driver:

@@ -18,13 +18,16 @@ import triton.language as tl
 from ..formats.dtypes import DType
 from .common.base import Key, Plan
 from .common.columns_triton import from_rows, to_columns, to_rows
-from .common.driver_triton import Driver, Tiling, sum_function
+from .common.driver_triton import Driver, Tiling, many_functions
 from .common.frame_triton import weigh
 from .common.hadamard_triton import butterflies
+from .common.launch_triton import kernel
+from .common.merged_triton import Work, launch_merged
 from .common.minifloat import INFINITY
 from .common.minifloat_triton import as_bits, as_float, halves
 from .common.norms_triton import agreed, energies, of_tensor, roots
 from .common.philox_triton import philox4
+from .common.plans_triton import variant_of
 from .common.runs_triton import lanes
 from .common.tiles_triton import Format, no_scale
 from .thc import (
@@ -61,6 +64,9 @@ _BEHIND = tl.constexpr(sum((w - int(b)) << 2 * w for w, b in enumerate(BELOW)))
 _GAPS = tl.constexpr(sum(int(gap) << 2 * w for w, gap in enumerate(GAPS)))
 #: Bits of 2^23, in whose binade floats are 1 apart.
 _TWO_23 = tl.constexpr(0x4B000000)
+
+#: Energies that a program adds up at once.
+_FOLDED = tl.constexpr(8192)
 
 #: Launch parameters.
 ENCODE = Tiling(128, 4)
@@ -463,6 +469,33 @@ def _unpack(t, lo, hi, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
     return _scaled_signed(x, scale, signs, L.ptx), wrong, terms
 
 
+@kernel
+def _fold_kernel(memory_ptr, blocks: tl.int64, nelem: tl.int64, member=None):
+    """The norm of a tensor at `memory_ptr`, by the energies of its blocks, 16 bytes behind that.
+
+    They are added up by halves, as if there were a power of two of them.
+    """
+    sums = (memory_ptr + 16).to(tl.pointer_type(tl.float64))
+    size = blocks * 0 + 1
+    while size < blocks:
+        size *= 2
+    count = blocks
+    while size > 1:
+        size = size // 2
+        at = size * 0
+        while at < size:
+            i = at + tl.arange(0, _FOLDED)
+            other = tl.load(sums + size + i, mask=(i < size) & (size + i < count), other=0.0)
+            v = tl.load(sums + i, mask=i < size, other=0.0)
+            tl.store(sums + i, v + other, mask=i < size)
+            at += _FOLDED
+        count = size
+        tl.debug_barrier()
+    total = tl.load(sums, mask=blocks > 0, other=0.0)
+    norm = tl.sqrt(total / tl.maximum(nelem, 1).to(tl.float64)).to(tl.float32)
+    tl.store(memory_ptr.to(tl.pointer_type(tl.float32)), norm)
+
+
 @functools.cache
 def _driver(spec: Thc) -> Driver:
     form = Cells(
@@ -491,16 +524,9 @@ def _measured(spec: Thc, dtype: DType, x: torch.Tensor, memory: torch.Tensor) ->
         found = memory.view(torch.float32)[:blocks]
         roots(dtype, x, BLOCK, 1 / BLOCK, found)
         return found
-    count, norm = memory[:8].view(torch.float64), memory[8:12].view(torch.float32)
-    size = 1 << max(blocks - 1, 0).bit_length()
-    sums = memory[16:].view(torch.float64)[:size].zero_()
-    energies(dtype, x, BLOCK, sums)
-    while size > 1:
-        size //= 2
-        sums[:size] += sums[size : 2 * size]
-    # On a GPU division by a Python number is a product with its reciprocal.
-    sums[:1] /= count.fill_(max(x.numel(), 1))
-    return norm.copy_(sums[:1].sqrt_())
+    energies(dtype, x, BLOCK, memory[16:].view(torch.float64))
+    variant_of(_fold_kernel, 16).launch(1, (memory,), blocks, x.numel())
+    return memory[:4].view(torch.float32)
 
 
 def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> None:
@@ -509,13 +535,34 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
     Chunks with an element that is not finite where `stats` are get marked as overflowed.
     """
     spec: Thc = plan.codec
-    norms = spec.blocks(plan.nelem) if spec.norm == "block" else 1
     if stats is None:
-        used, nbytes = workspace(spec, plan.chunk_nelem, plan.chunks)
-        stats = _measured(spec, plan.dtype, x, scratch[used : used + nbytes])
-    elif stats.numel() != norms:
-        raise ValueError(f"stats have {stats.numel()} norms; allowed: {norms} for {plan.shape}")
+        stats = _measured_for(plan, x, scratch)
+    else:
+        _check_norms(plan, stats)
     _driver(spec).encode(plan, x, out, stats=stats, key=key, draws=True)
+
+
+def _measured_for(plan: Plan, x, scratch, own=None) -> torch.Tensor:
+    spec: Thc = plan.codec
+    used, nbytes = workspace(spec, plan.chunk_nelem, plan.chunks)
+    return _measured(spec, plan.dtype, x.detach(), scratch[used : used + nbytes])
+
+
+def _check_norms(plan: Plan, stats: torch.Tensor) -> None:
+    norms = plan.codec.blocks(plan.nelem) if plan.codec.norm == "block" else 1
+    if stats.numel() != norms:
+        raise ValueError(f"stats have {stats.numel()} norms; allowed: {norms} for {plan.shape}")
+
+
+def encode_many(plans, xs, outs, stats=None, key: Key | None = None) -> None:
+    """Encode tensors into buffers; see `tightwire.gpu_many` for the contract."""
+    if stats is None:
+        work = Work(plans, xs[0].device)
+        stats = launch_merged(plans, (xs, work), _measured_for, kept=work.whole)
+    else:
+        for plan, own in zip(plans, stats, strict=True):
+            _check_norms(plan, own)
+    _driver(plans[0].codec).encode_many(plans, xs, outs, stats=stats, key=key, draws=True)
 
 
 def decode(plan: Plan, src, out, scratch, status, **selection) -> None:
@@ -528,4 +575,4 @@ def driver_of(plan: Plan) -> Driver:
     return _driver(plan.codec)
 
 
-sum = sum_function(driver_of)
+_, decode_many, sum, _ = many_functions(driver_of)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from .frame_triton import (
     pointer_of,
 )
 from .launch_triton import is_recording, kernel
-from .tiles_triton import add_terms, decode_tile, draw_of, encode_tile, recorded, tile_at
+from .tiles_triton import add_terms, decode_tile, draw_of, encode_tile, numbered, recorded, tile_at
 
 #: Programs of a block of the map: as every row has one, they are of no more than so many rows.
 BLOCK = 32
@@ -46,8 +46,8 @@ _AFTER_ALL = np.iinfo(np.int32).max
 
 
 @triton.jit
-def row_of(rows_ptr, firsts_ptr, owners_ptr, pid):
-    """The row of a program.
+def row_of(rows_ptr, firsts_ptr, owners_ptr, pid, FIELDS: tl.constexpr = _FIELDS):
+    """The row of a program, of so many words.
 
     `firsts_ptr`: numbers of rows' first programs; `owners_ptr`: the row of the first program of
     each block.
@@ -56,17 +56,18 @@ def row_of(rows_ptr, firsts_ptr, owners_ptr, pid):
     following = owner + 1 + tl.arange(0, _BLOCK)
     firsts = tl.load(firsts_ptr.to(tl.pointer_type(tl.int32)) + following)
     row = owner + tl.sum((firsts <= pid).to(tl.int32), 0)
-    return rows_ptr + row.to(tl.int64) * _FIELDS
+    return rows_ptr + row.to(tl.int64) * FIELDS
 
 
 @triton.jit
-def _tile_of(row_ptr, data_ptr, pid, ALIGNED: tl.constexpr):
+def _tile_of(row_ptr, data_ptr, stats_ptr, pid, F: tl.constexpr, ALIGNED: tl.constexpr):
     tile = pid - tl.load(row_ptr + 7)
     static_ptr = data_ptr + tl.load(row_ptr + 10) * 128
     nelem, chunk_nelem = tl.load(row_ptr + 8), tl.load(row_ptr + 9)
     stride, second = tl.load(row_ptr + 11), tl.load(row_ptr + 12)
     chunk = tl.load(row_ptr + 4)
-    return tile_at(static_ptr, chunk, tile, nelem, chunk_nelem, stride, second, ALIGNED)
+    t = tile_at(static_ptr, chunk, tile, nelem, chunk_nelem, stride, second, ALIGNED)
+    return numbered(t, 0, stats_ptr, chunk, chunk_nelem, F)
 
 
 @triton.jit
@@ -104,10 +105,10 @@ def encode_rows_kernel(
     pid = tl.program_id(0)
     row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
     data_ptr, _, status_ptr = place_of(row_ptr, 0)
-    t = _tile_of(row_ptr, data_ptr, pid, L.aligned)
+    stats_ptr = tl.load(row_ptr + 6).to(tl.pointer_type(tl.int64))
+    t = _tile_of(row_ptr, data_ptr, stats_ptr, pid, F, L.aligned)
     t = recorded(t, _record_of(row_ptr, data_ptr))
     x_ptr, aligned = elements_of(row_ptr)
-    stats_ptr = tl.load(row_ptr + 6).to(tl.pointer_type(tl.int64))
     draw = draw_of(key_ptr, seed, step, rank, L)
     # fmt: off
     total, _ = encode_tile(
@@ -135,16 +136,25 @@ def decode_rows_kernel(
     pid = tl.program_id(0)
     row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
     data_ptr, _, status_ptr = place_of(row_ptr, 0)
-    t = _tile_of(row_ptr, data_ptr, pid, L.aligned)
+    stats_ptr = tl.load(row_ptr + 6).to(tl.pointer_type(tl.int64))
+    t = _tile_of(row_ptr, data_ptr, stats_ptr, pid, F, L.aligned)
     out_ptr, aligned = elements_of(row_ptr)
     # fmt: off
     total = decode_tile(
-        t, out_ptr, status_ptr, t.first * 0, t.nelem, data_ptr, aligned, F, L, UNPACK, SCALE, TILE
+        t, out_ptr, status_ptr, t.first * 0, t.nelem, stats_ptr, aligned, F, L, UNPACK, SCALE, TILE
     )
     # fmt: on
     if L.sums:
         _, sums_ptr, _ = place_of(row_ptr, 0)
         add_terms(sums_ptr + tl.load(row_ptr + 4), total)
+
+
+def map_of(first: Words, programs: int) -> tuple[Any, Any]:
+    """`firsts` and `owners` of `row_of`, int32, for rows whose first programs are these."""
+    owners = np.searchsorted(first, np.arange(0, programs, BLOCK), side="right") - 1
+    firsts = np.full(len(first) + BLOCK + 1, _AFTER_ALL, np.int32)
+    firsts[: len(first)] = first
+    return firsts, owners.astype(np.int32)
 
 
 class Layout:
@@ -163,11 +173,18 @@ class Layout:
     """
 
     def __init__(
-        self, tile_nelem: int, sizes: Words, kinds: Words, plans: Sequence[Plan], empty: bool
+        self,
+        tile_nelem: int,
+        sizes: Words,
+        kinds: Words,
+        plans: Sequence[Plan],
+        empty: bool,
+        extent: Callable[[Words], Words] | None = None,
     ) -> None:
         """Of what `_sizes` gives of each tensor, shape (tensors, 7), and numbers of distinct plans.
 
-        The kernels have a program for tensors without elements if `empty` says so.
+        The kernels have a program for tensors without elements if `empty` says so. `extent` says
+        how many elements those of a chunk are with what pads them.
         """
         chunks = sizes[:, 0]
         owner = np.repeat(np.arange(len(sizes)), chunks)
@@ -184,13 +201,11 @@ class Layout:
         rows = np.concatenate([rows[filled], rows[~filled]])
         n = rows[: np.count_nonzero(filled)]
         nelem = np.clip(n["nelem"] - n["chunk"] * n["chunk_nelem"], 0, n["chunk_nelem"])
-        tiles = np.maximum(1, -(-nelem // tile_nelem))
+        tiles = np.maximum(1, -(-(nelem if extent is None else extent(nelem)) // tile_nelem))
         ends = tiles.cumsum()
         n["first"] = ends - tiles
         self.programs = int(ends[-1]) if len(n) else 0
-        owners = np.searchsorted(n["first"], np.arange(0, self.programs, BLOCK), side="right") - 1
-        firsts = np.full(len(n) + BLOCK + 1, _AFTER_ALL, np.int32)
-        firsts[: len(n)] = n["first"]
+        firsts, owners = map_of(n["first"], self.programs)
         frames = [frame_of(plan) for plan in plans]
         parts = max([frame.parts for frame in frames], default=1)
         self.parts = max(1, min(parts, _BEGINNERS // max(1, len(rows))))
@@ -198,7 +213,7 @@ class Layout:
         self.owner = owner[rows["row"]]
         self.aligned = ((chunks == 1) | (sizes[:, 2] % 16 == 0))[self.owner]
         pieces: list[Any] = [rows.view(np.int64), *[frame.words for frame in frames]]
-        pieces += [np.zeros(len(rows), np.int64), firsts, owners.astype(np.int32)]
+        pieces += [np.zeros(len(rows), np.int64), firsts, owners]
         # Each at a multiple of 16 bytes: kernels have one form for all.
         padded = [np.pad(x, (0, -x.size % (16 // x.itemsize))).view(np.int64) for x in pieces]
         starts = np.cumsum([0, *[piece.size for piece in padded]])
@@ -224,10 +239,17 @@ _layouts: dict[Any, tuple[Layout, Sequence[Plan]]] = {}
 _MOST_LAYOUTS, _MOST_ROWS = 64, 1 << 13
 
 
-def layout_of(tile_nelem: int, plans: Sequence[Plan], item: int, empty: bool) -> Layout:
+def layout_of(
+    tile_nelem: int,
+    plans: Sequence[Plan],
+    item: int,
+    empty: bool,
+    extent: Callable[[Words], Words] | None = None,
+) -> Layout:
     """The layout for tensors by plans, made once while the same plans come again.
 
     `item`: bytes of what counts as an element; those of the plans are as large, or some of them.
+    `extent` is as in `Layout`, and follows from the plans.
     """
     keys = tuple(map(id, plans))
     found = _layouts.get((keys, tile_nelem, item, empty))
@@ -237,7 +259,8 @@ def layout_of(tile_nelem: int, plans: Sequence[Plan], item: int, empty: bool) ->
         kinds = np.array([numbers[key] for key in keys], np.int64)
         of_plans = [_sizes(plan, plan.dtype.itemsize // item) for plan in distinct.values()]
         sizes = np.array(of_plans, np.int64)[kinds]
-        found = Layout(tile_nelem, sizes, kinds, list(distinct.values()), empty), tuple(plans)
+        layout = Layout(tile_nelem, sizes, kinds, list(distinct.values()), empty, extent)
+        found = layout, tuple(plans)
         if len(_layouts) >= _MOST_LAYOUTS:
             _layouts.clear()
         if found[0].number <= _MOST_ROWS:
@@ -273,16 +296,18 @@ class Batch:
         elements: Sequence[torch.Tensor] | Words,
         *,
         statuses: Sequence[torch.Tensor] | Words | None = None,
-        stats: Sequence[torch.Tensor] | torch.Tensor | None = None,
+        stats: Sequence[torch.Tensor] | torch.Tensor | Words | None = None,
+        sums: Words | None = None,
         planned: Sequence[bool] | None = None,
     ) -> None:
         """See `batch_of`."""
         self.layout, owner = layout, layout.owner
         self.decodes = statuses is not None
+        self.sums = sums
         self.words = layout.words.copy()
         rows = layout.rows_in(self.words)
         at = addresses(elements)[owner]
-        memory = {"data": buffers, "status": statuses, "stats": stats}
+        memory = {"data": buffers, "status": statuses, "stats": stats, "sums": sums}
         for field, found in memory.items():
             if found is not None:
                 rows[field] = addresses(found)[owner]
@@ -318,7 +343,8 @@ def put(batches: Sequence[Batch], device: torch.device, *more: Words) -> tuple[t
     for batch, at in zip(batches, starts, strict=False):
         layout = batch.layout
         rows = layout.rows_in(batch.words)
-        rows["sums"] += address + 8 * at
+        if batch.sums is None:
+            rows["sums"] += address + 8 * at
         rows["plan"] += address + 8 * at
         batch.tensors = table, table, table
         batch.offsets = 8 * at, 8 * (at + layout.firsts), 8 * (at + layout.owners)
@@ -336,6 +362,8 @@ def batch_of(
     plans: Sequence[Plan],
     buffers: Sequence[torch.Tensor] | Words,
     elements: Sequence[torch.Tensor],
+    *,
+    extent: Callable[[Words], Words] | None = None,
     **options: Any,
 ) -> Batch:
     """Tensors, contiguous, and their buffers, for tiles of so many elements, on their device.
@@ -345,19 +373,24 @@ def batch_of(
         plans: Plans, one a tensor.
         buffers: Bytes of buffers, or their addresses, shape (n,).
         elements: The tensors.
+        extent: See `Layout`.
         **options: `statuses`: status words, int64, or their addresses, where they are decoded;
-            `stats`: statistics, where they are encoded with such; the rows of a tensor are some;
-            `planned`: whether headers are compared with the plans'.
+            `stats`: statistics, where they are encoded with such, the rows of a tensor or their
+            addresses, too, or what was left before by `Driver.prepare`; `sums`: where checksum
+            terms are added, if not in the table; `planned`: whether headers are compared with the
+            plans'.
     """
     empty = options.get("statuses") is None
-    layout = layout_of(tile_nelem, plans, plans[0].dtype.itemsize, empty)
+    layout = layout_of(tile_nelem, plans, plans[0].dtype.itemsize, empty, extent)
     batch = Batch(layout, buffers, elements, **options)
     put([batch], elements[0].device)
     return batch
 
 
 def batch_to_measure(
-    tile_nelem: int, elements: Sequence[torch.Tensor], stats: Sequence[torch.Tensor] | torch.Tensor
+    tile_nelem: int,
+    elements: Sequence[torch.Tensor],
+    stats: Sequence[torch.Tensor] | torch.Tensor | Words,
 ) -> Batch:
     """Tensors, contiguous, and memory for their statistics, as `batch_of`."""
     layout = _layout_to_measure(tile_nelem, tuple(map(torch.Tensor.numel, elements)))
@@ -368,9 +401,14 @@ def batch_to_measure(
 
 
 def addresses(memory: Sequence[torch.Tensor] | torch.Tensor | Words) -> Words:
-    """Addresses of tensors, or of the rows of one, shape (n,); or `memory` if it is such."""
+    """Addresses of tensors, or of the rows of one, shape (n,); or `memory` if it is such, or has
+    them.
+    """
     if isinstance(memory, np.ndarray):
         return memory
+    known: Words | None = getattr(memory, "addresses", None)
+    if known is not None:
+        return known
     if isinstance(memory, torch.Tensor):
         step = memory.stride(0) * memory.element_size()
         found: Words = np.arange(len(memory), dtype=np.int64) * step + memory.data_ptr()

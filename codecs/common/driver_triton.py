@@ -15,6 +15,7 @@ import torch
 from ...formats.dtypes import DType
 from .base import Key, Plan
 from .batch_triton import Batch, batch_of, batch_to_measure, decode_rows_kernel, encode_rows_kernel
+from .fill_triton import zero
 from .frame_triton import Places, Words, frame_of, touched
 from .launch_triton import PTX, Variant, options
 from .minifloat_triton import aligned_for, converts
@@ -124,7 +125,7 @@ def checksum_terms(
         return status if scratch is None else scratch
     if scratch is None:
         return torch.zeros(plan.chunks, dtype=torch.int64, device=status.device)
-    scratch[: 8 * plan.chunks].zero_()
+    zero(scratch[: 8 * plan.chunks])
     return scratch
 
 
@@ -472,28 +473,32 @@ class Driver(NamedTuple):
         xs: Sequence[torch.Tensor],
         outs: Sequence[torch.Tensor] | Words,
         *,
-        stats: Sequence[torch.Tensor] | torch.Tensor | None = None,
+        stats: Sequence[torch.Tensor] | torch.Tensor | Words | None = None,
         key: Key | None = None,
         draws: bool = False,
         given: int = 0,
     ) -> None:
         """As `encode`, of contiguous tensors of one device and dtype, by plans of one codec.
 
-        One launch writes all headers, one encodes all tensors.
+        One launch writes all headers, one encodes all tensors. If there is a `prepare`, it was done
+        by the caller, and `stats` is what it left, or where that is.
         """
         random, on_device, numbers = NO_KEY, None, (0, 0, 0)
         if draws:
             random, on_device, numbers = key_arguments(key, xs[0].device)
-        batch = batch_of(self._tile_nelem(0), plans, outs, xs, stats=stats)
+        options: dict[str, Any] = {"stats": stats, "extent": self.extent_of(plans[0])}
+        batch = batch_of(self._tile_nelem(0), plans, outs, xs, **options)
         batch.begin()
         sums = any(plan.checksum for plan in plans)
         launch = self._launch_many(plans[0].dtype, xs[0], given=given, random=random, sums=sums)
         self._encode_rows(batch, launch, on_device, numbers)
 
-    def measure_many(self, dtype: DType, xs: Sequence[torch.Tensor], stats: torch.Tensor) -> None:
+    def measure_many(
+        self, dtype: DType, xs: Sequence[torch.Tensor], stats: torch.Tensor | Words
+    ) -> None:
         """As `measure`, of contiguous tensors of one device and dtype, in a launch.
 
-        The statistics of each are a row of `stats`.
+        The statistics of each are a row of `stats`, or there.
         """
         batch = batch_to_measure(self._tile_nelem(0), xs, stats)
         self._encode_rows(batch, self._launch_many(dtype, xs[0]), None, (0, 0, 0))
@@ -505,13 +510,17 @@ class Driver(NamedTuple):
         outs: Sequence[torch.Tensor],
         statuses: Sequence[torch.Tensor] | Words,
         planned: Sequence[bool],
+        **prepared: Words,
     ) -> None:
         """As `decode`, of whole buffers of one device, dtype and codec: a launch, and one to check.
 
-        Each has a status word of its own, int64, shape (1,), and is `planned` or not.
+        Each has a status word of its own, int64, shape (1,), and is `planned` or not. `prepared`
+        says where `stats` are, what `prepare` left, and `sums`, if that added checksum terms.
         """
         tiling = self.tilings[1]
-        batch = batch_of(self._tile_nelem(1), plans, srcs, outs, statuses=statuses, planned=planned)
+        options: dict[str, Any] = {"statuses": statuses, "planned": planned, **prepared}
+        options["extent"] = self.extent_of(plans[0])
+        batch = batch_of(self._tile_nelem(1), plans, srcs, outs, **options)
         if batch.programs:
             launch = self._launch(
                 tiling,
@@ -548,6 +557,10 @@ class Driver(NamedTuple):
     def extent(self, plan: Plan) -> int:
         """Elements of a chunk, and those that pad them."""
         return plan.chunk_nelem
+
+    def extent_of(self, plan: Plan) -> Callable[[Words], Words] | None:
+        """As `extent`, of chunks of any numbers of elements; None if nothing pads them."""
+        return None
 
     def _tiles_of(self, plan: Plan, tiling: Tiling, start: int, stop: int) -> tuple[int, int]:
         """The first and the last tile that elements lie in, numbered over all chunks."""

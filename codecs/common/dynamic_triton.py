@@ -26,7 +26,7 @@ from .frame_triton import (
     touched,
     weigh,
 )
-from .launch_triton import Variant, kernel, options
+from .launch_triton import Variant, kernel, options, program
 from .plans_triton import Selection
 
 
@@ -149,10 +149,11 @@ def _sum_kernel(
     static_stride: tl.int64,
     dynamic_at: tl.int64,
     dynamic_stride: tl.int64,
+    member=None,
 ):
     """Add a share of a chunk's checksum terms to its record."""
-    chunk = (tl.program_id(0) // parts).to(tl.int64)
-    part = tl.program_id(0) % parts
+    chunk = (program(member) // parts).to(tl.int64)
+    part = program(member) % parts
     g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
     _, n, static_ptr, dynamic_ptr, record_ptr = chunk_at(out_ptr, chunk, nelem, chunk_nelem, g)
     if n > 0:
@@ -184,9 +185,10 @@ def _check_kernel(
     ITEM: tl.constexpr,
     PACKED: tl.constexpr,
     SUMS: tl.constexpr,
+    member=None,
 ):
     """A chunk's record; of those decoded whole padding and checksum; once, the header."""
-    chunk = first_chunk + tl.program_id(0).to(tl.int64)
+    chunk = first_chunk + program(member).to(tl.int64)
     if (planned != 0) & (chunk == first_chunk):
         check_header(src_ptr, plan_ptr, status_ptr)
     n, kind_ptr = chunk_kind(plan_ptr, chunk)

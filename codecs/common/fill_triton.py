@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment,misc"
-"""Results that are overwritten if something was wrong, without a pass over them if nothing was."""
+"""Work memory that is cleared, and results that are overwritten if something was wrong, without a
+pass over them if nothing was.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import math
 import torch
 import triton.language as tl
 
-from .launch_triton import Variant, kernel, options
+from .frame_triton import clear
+from .launch_triton import Variant, kernel, options, program, programs
 
 _BLOCK, _PROGRAMS = 4096, 1024
 #: By dtype, the bits of NaN and of -0.0.
@@ -70,3 +73,19 @@ def fill_if(words: torch.Tensor, stride: int, out: torch.Tensor, value: float) -
         number = -(-words.numel() // stride)
         tensors = words, out.view(torch.uint8)
         _FILL[out.dtype.itemsize].launch(programs, tensors, number, stride, bits, out.numel())
+
+
+@kernel
+def _zero_kernel(out_ptr, nbytes: tl.int64, member=None):
+    part = program(member)
+    clear(out_ptr, nbytes * 0, nbytes, part, programs(member))
+
+
+_ZERO = Variant(_zero_kernel, options(4))
+
+
+def zero(memory: torch.Tensor) -> None:
+    """Clear contiguous memory, by a launch: so it is one of `merged_triton` as well."""
+    nbytes = memory.nbytes
+    programs = max(1, min(nbytes >> 12, _PROGRAMS))
+    _ZERO.launch(programs, (memory.view(torch.uint8),), nbytes)

@@ -20,7 +20,7 @@ from ...formats import checksum
 from ...formats.checksum import identity_term
 from ...formats.errors import FormatError
 from .base import Gap, Plan
-from .launch_triton import Variant, kernel, options, recorded_by
+from .launch_triton import Variant, kernel, options, program, programs, recorded_by
 
 KEY_STEP = tl.constexpr(checksum.KEY_STEP)
 F_NELEM = tl.constexpr(checksum.F_NELEM)
@@ -351,14 +351,20 @@ def plan_of_row(row_ptr):
 
 @kernel
 def _begin_kernel(
-    out_ptr, zero_ptr, plan_ptr, parts: tl.int64, zero_blocks: tl.int64, ROWS: tl.constexpr
+    out_ptr,
+    zero_ptr,
+    plan_ptr,
+    parts: tl.int64,
+    zero_blocks: tl.int64,
+    ROWS: tl.constexpr,
+    member=None,
 ):
     """A chunk's record and gaps, by `parts` programs; once, the header. All clear `zero_ptr`.
 
     ROWS: `out_ptr` is a table of chunks.
     """
-    pid = tl.program_id(0).to(tl.int64)
-    clear(zero_ptr, pid * 0, zero_blocks * 128, pid, tl.num_programs(0))
+    pid = program(member).to(tl.int64)
+    clear(zero_ptr, pid * 0, zero_blocks * 128, pid, programs(member))
     chunk, part = pid // parts, pid % parts
     if ROWS:
         rows_ptr = out_ptr.to(tl.pointer_type(tl.int64))
@@ -438,13 +444,14 @@ def _check_kernel(
     planned: tl.int32,
     summed: tl.int32,
     WORDS: tl.constexpr,
+    member=None,
 ):
     """One chunk of what was decoded, see `_check_chunk`; once, the header.
 
     With WORDS `src_ptr` is a table whose rows have so many: of several buffers of the plan
     (`Places`), or of chunks of any buffers (`ROW`). They were decoded whole.
     """
-    pid = tl.program_id(0).to(tl.int64)
+    pid = program(member).to(tl.int64)
     chunk = first_chunk + pid
     if WORDS > 0:
         rows_ptr = src_ptr.to(tl.pointer_type(tl.int64))

@@ -38,12 +38,34 @@ _WIDE = (
 
 
 def kernel(fn):
-    """`triton.jit` with one compiled form for all numbers: none is specialised on."""
+    """`triton.jit` with one compiled form for all numbers: none is specialised on.
+
+    Kernels that merged_triton launches have a last parameter, `member=None`, and ask `program` and
+    `programs` which program they are.
+    """
     numbers = [name for name, kind in fn.__annotations__.items() if kind in _NUMBERS]
     return triton.jit(fn, do_not_specialize=numbers)
 
 
 _NUMBERS = ("tl.int32", "tl.int64", "tl.uint64", "tl.float32")
+
+
+@triton.jit
+def program(member):
+    """The number of this program in its call; `member`: that and `programs` of a call of many."""
+    if member is None:
+        return tl.program_id(0)
+    else:
+        return member[0]
+
+
+@triton.jit
+def programs(member):
+    """How many programs a call has; see `program`."""
+    if member is None:
+        return tl.num_programs(0)
+    else:
+        return member[1]
 
 
 class _ThisThread(threading.local):
@@ -94,14 +116,24 @@ class Variant:
     numbers, then constexprs. From the second launch on the compiled form is called directly: what
     Triton does anew at every launch, binding and hashing of arguments, would cost more host time
     than all else in a call.
+
+    Attributes:
+        kernel, options: What it was made of.
+        types: What the pointers point to.
+        numbers: Annotations of the numbers.
+        values: The constexprs.
     """
 
     def __init__(self, kernel, options: dict[str, int | bool], **values: Any) -> None:
-        names = list(kernel.arg_names)
-        self._kernel = kernel
+        names = [name for name in kernel.arg_names if name != "member"]
+        self.kernel, self.options = kernel, options
+        self.types = [tl.int64 if n in _WIDE else tl.uint8 for n in names if n.endswith("_ptr")]
+        self.values = tuple(values[n] for n in names[len(names) - len(values) :])
+        between = names[len(self.types) : len(names) - len(values)]
+        self.numbers = [kernel.fn.__annotations__.get(name) for name in between]
         self._keywords = values | options
-        self._types = [tl.int64 if n in _WIDE else tl.uint8 for n in names if n.endswith("_ptr")]
-        self._values = tuple(values[n] for n in names[len(names) - len(values) :])
+        # `member` is None.
+        self._values = (*self.values, *[None] * (len(kernel.arg_names) - len(names)))
         self._forms: dict[Any, _Form] = {}
 
     def launch(
@@ -149,12 +181,12 @@ class Variant:
         more than that.
         """
         if not (INTERPRETED or key in self._forms):
-            announce(self._kernel.__module__, "Triton's cache")
-        views = [triton.reinterpret(t, k) for t, k in zip(tensors, self._types, strict=True)]
+            announce(self.kernel.__module__, "Triton's cache")
+        views = [triton.reinterpret(t, k) for t, k in zip(tensors, self.types, strict=True)]
         if warmup:
-            form = self._kernel.warmup(*views, *numbers, grid=(programs,), **self._keywords)
+            form = self.kernel.warmup(*views, *numbers, grid=(programs,), **self._keywords)
         else:
-            form = self._kernel[(programs,)](*views, *numbers, **self._keywords)
+            form = self.kernel[(programs,)](*views, *numbers, **self._keywords)
         # Triton gives none if a hook has kept it from launching.
         if not INTERPRETED and form is not None:
             self._forms[key] = _Form(form.run, form.function, form.packed_metadata)

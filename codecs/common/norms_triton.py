@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ...formats.dtypes import DType
-from .launch_triton import Variant, kernel, options
+from .launch_triton import Variant, kernel, options, program
 from .minifloat import INFINITY
 from .minifloat_triton import elements_at, widen
 
@@ -34,17 +34,19 @@ def _norms_kernel(
     ROOTS: tl.constexpr,
     EXP: tl.constexpr,
     ITEM: tl.constexpr,
+    member=None,
 ):
     """Energies of a program's blocks, float64, or with ROOTS the roots of FACTOR times those."""
     ROWS: tl.constexpr = _TILE // BLOCK
     WIDTH: tl.constexpr = BLOCK // _PARTS
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    number = program(member).to(tl.int64)
+    row = number * ROWS + tl.arange(0, ROWS)
     i = row[:, None] * BLOCK + tl.arange(0, WIDTH)[None, :]
     x = elements_at(x_ptr, ITEM)
     parts = ()
     for part in tl.static_range(_PARTS):
         at = i + part * WIDTH
-        if (tl.program_id(0).to(tl.int64) + 1) * _TILE <= nelem:
+        if (number + 1) * _TILE <= nelem:
             v = tl.load(x + at)
         else:
             v = tl.load(x + at, mask=at < nelem, other=0)

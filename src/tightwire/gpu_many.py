@@ -15,8 +15,9 @@ shape (n,):
   `out`, of the plan's dtype or float32; codecs/common/sums.py says what a sum is.
 - `encode_sum(plan, places, out, *, x, place, factor, stats, key, planned)` encodes it into `out`.
 
-Codecs that lack one take a call for each tensor or buffer. So do buffers that are bytes in host
-memory or uint8 arrays, whose headers the host reads; those in memory of another GPU are copied. A
+Codecs from outside that lack one take a call for each tensor or buffer; so does `sum` of dtypes
+that kernels do not add up. So do buffers that are bytes in host memory or uint8 arrays, whose
+headers the host reads; those in memory of another GPU are copied. A
 `Buffer` is decoded from where it lies if its array is a tensor of the GPU that decodes: such are
 views of other GPUs' memory that is mapped there, as PyTorch's symmetric memory.
 """
@@ -71,7 +72,7 @@ from .gpu_arrays import (
     _writable_bytes,
     new_tensors,
 )
-from .gpu_memory import Memory
+from .gpu_memory import Memory, Views
 from .planning import DEVICE_BACKEND, make_plan
 
 T = TypeVar("T")
@@ -249,19 +250,26 @@ def _encode_alike(
     key: Key | None,
     work: _Work,
 ) -> None:
-    """Encode tensors by plans of one codec and dtype, with statistics of all, some or none."""
+    """Encode tensors by plans of one codec and dtype, with statistics of all, some or none.
+
+    Those without, if others have some, are encoded by themselves.
+    """
     kernels: Any = _kernels(plans[0], False)
-    if stats is not None and all(s is None for s in stats):
-        stats = None
-    given = stats is None or all(s is not None for s in stats)
-    if len(plans) > 1 and given and hasattr(kernels, "encode_many"):
+    if stats is not None and any(s is None for s in stats):
+        given = [i for i, s in enumerate(stats) if s is not None]
+        others = [i for i, s in enumerate(stats) if s is None]
+        for numbers in filter(None, (given, others)):
+            some: Any = _some(stats, numbers) if numbers is given else None
+            parts = _some(plans, numbers), _some(xs, numbers), _some(memories, numbers)
+            _encode_alike(*parts, some, key, work)
+        return
+    if len(plans) > 1 and hasattr(kernels, "encode_many"):
         found: Any = _measured_many(kernels, plans[0], xs) if stats is None else stats
-        kernels.encode_many(plans, xs, Memory.addresses(memories), found, key)
+        outs = Views(memories, Memory.addresses(memories), "data")
+        kernels.encode_many(plans, xs, outs, found, key)
         return
     for i, (plan, x, memory) in enumerate(zip(plans, _detached(xs), memories, strict=True)):
-        own = None if stats is None else stats[i]
-        if own is None:
-            own = _measured(kernels, plan, x)
+        own = _measured(kernels, plan, x) if stats is None else stats[i]
         kernels.encode(plan, x, memory.data, work.of(plan), own, key)
 
 
@@ -458,7 +466,9 @@ def _decode_alike(
     """Decode Buffers of one codec and dtype, which begin at these addresses."""
     kernels: Any = _kernels(plans[0], False)
     planned = [not memory.assembled for memory in memories]
-    kernels.decode_many(plans, begins, results, Memory.status_addresses(memories), planned)
+    srcs = Views(memories, begins, "data")
+    statuses = Views(memories, Memory.status_addresses(memories), "status")
+    kernels.decode_many(plans, srcs, results, statuses, planned)
     for memory in memories:
         if memory.foreign:
             memory.lease(memory.data)

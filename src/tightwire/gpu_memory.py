@@ -174,6 +174,27 @@ class Memory:
             return _download(_packed(self.data[: plan.nbytes], plan))
 
 
+class Views(Sequence[torch.Tensor]):
+    """The bytes of memories of one device, or their status words, and where they are.
+
+    Args:
+        memories: The memories.
+        addresses: Where they are, shape (n,), as `Memory.addresses` or `Memory.status_addresses`.
+        name: Of `data` and `status` which they are. Views are made when they are asked for.
+    """
+
+    def __init__(self, memories: Sequence[Memory], addresses: Words, name: str) -> None:
+        self.addresses = addresses
+        self._memories = memories
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._memories)
+
+    def __getitem__(self, i: Any) -> Any:
+        return getattr(self._memories[i], self._name)
+
+
 class _Lease:
     """Keeps memory that its owner would reuse without a look at the stream that reads it."""
 

@@ -526,7 +526,7 @@ def test_as_many_launches_for_any_number_of_ranks(
 
     kernels: list[str] = []
     empty = tensors.empty_bytes
-    note = lambda self, *args, **options: kernels.append(self._kernel.__name__)  # noqa: E731
+    note = lambda self, *args, **options: kernels.append(self.kernel.__name__)  # noqa: E731
     monkeypatch.setattr(Variant, "launch", note)
     # Where no kernel writes them sizes are 0.
     monkeypatch.setattr(tensors, "empty_bytes", lambda *args: empty(*args).zero_())

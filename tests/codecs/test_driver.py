@@ -203,7 +203,7 @@ def test_a_part_is_decoded_by_the_programs_of_its_tiles(
     launch, programs = Variant.launch, []
 
     def note(self: Variant, number: int, *args: Any, **options: Any) -> None:
-        if self._kernel is tiles_triton.decode_kernel:
+        if self.kernel is tiles_triton.decode_kernel:
             programs.append(number)
         launch(self, number, *args, **options)
 

@@ -110,6 +110,7 @@ TILE_KERNELS = {
     "encode_rows_kernel": "_many",
     "decode_rows_kernel": "_many",
 }
+#: What `merged_kernel` adds to the name of the kernel that it runs is `_many`, too.
 
 
 class Allowed(NamedTuple):
@@ -150,8 +151,12 @@ ALLOWED = (
         64,
         "what is needed between planes, not while they are decoded; more tiles in flight",
     ),
+    Allowed("huffman._decode_kernel_many", {}, 256, 0, "as of one tensor"),
+    Allowed("huffman._measure_kernel_many", {}, 8, 0, "two words a thread"),
     Allowed("huffman._pack_kernel", {}, 0, 16, "places and sizes of a tile's blocks"),
+    Allowed("lhc._estimate_kernel_many", {}, 8, 0, "two words a thread"),
     Allowed("ranks._select_kernel", {}, 96, 0, "one program of a chunk looks at all tokens"),
+    Allowed("ranks._select_kernel_many", {}, 96, 0, "as of one tensor"),
     Allowed("zipccl_batch._finish_rows_kernel", {}, 512, 0, "as of one tensor"),
     Allowed("zipccl_batch._encode_rows_kernel", {}, 288, 96, "as of one tensor"),
     Allowed("zipccl_batch._decode_rows_kernel", {}, 64, 0, "tiles that are partial, or unaligned"),
@@ -162,6 +167,7 @@ ALLOWED = (
     Allowed("mx._pack_sum", {}, 8, 0, "two words a thread, of a sum of several buffers"),
     Allowed("raw._pack_sum", {}, 8, 0, "two words a thread, of a sum of several buffers"),
     Allowed("dynamiq_widths._widths_kernel", {}, 8, 0, "a small part of the time"),
+    Allowed("dynamiq_widths._widths_kernel_many", {}, 8, 0, "as of one tensor"),
     Allowed("dynamiq._pack_sum", {}, 256, 0, "as the next"),
     Allowed(
         "dynamiq._pack",
@@ -230,10 +236,13 @@ def is_wanted(kernel: str, target: str) -> bool:
 
     Every kernel is for sm_90. Of FEWER and HEAVY, AMD's compiler gets the functions of formats in
     the kernels of one buffer; the kernels of many and of sums it gets with the functions of others.
-    Other targets get neither FEWER and HEAVY nor the kernels of many.
+    Other targets get neither FEWER and HEAVY nor the kernels of many. But for huffman's, they all
+    get the kernels that merged calls launch.
     """
     codec, _, name = kernel.partition(".")
     few = codec in FEWER or codec in HEAVY
+    if name.endswith("_kernel_many") and codec != "huffman":
+        return True
     if target.startswith("gfx"):
         return not (few and name.endswith(("_many", "_sum")))
     return target == "sm_90" or not (few or name.endswith("_many"))
@@ -292,7 +301,8 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
         zipccl_sums_triton,
         zipccl_windows_triton,
     )
-    from tightwire.codecs.common import dynamic_triton, frame_triton, norms_triton
+    from tightwire.codecs.common import dynamic_triton, fill_triton, frame_triton, norms_triton
+    from tightwire.codecs.common.merged_triton import merged_kernel
     from tightwire.formats.dtypes import BY_NAME
     from tightwire.planning import device_module
 
@@ -301,7 +311,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     others |= {"lhc_peeling": lhc_peeling_triton, "dynamiq_widths": dynamiq_widths_triton}
     others |= {"zipccl_windows": zipccl_windows_triton, "delta_digest": delta_digest_triton}
     others |= {"zipccl_batch": zipccl_batch_triton, "zipccl_sums": zipccl_sums_triton}
-    others["delta_batch"] = delta_batch_triton
+    others["delta_batch"], others["fill"] = delta_batch_triton, fill_triton
     modules = others | {name: device_module(name) for name in tw.list_codecs()}
     kernels = {
         id(value): f"{stem}.{name}"
@@ -318,7 +328,15 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     def note(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         values = dict(zip([p.name for p in self.params], args, strict=False))
         values |= {p.name: options.pop(p.name) for p in self.params if p.name in options}
-        if "UNPACK" in values:
+        if self is merged_kernel:
+            kernel = f"{kernels[id(values['BODY'])]}_many"
+            formats.add(kernel)
+        elif "READER" in values:
+            reader: Any = values["READER"]
+            stem = reader.__module__.rpartition(".")[2].removesuffix("_triton")
+            kernel = f"{stem}.{reader.__name__}_sum"
+            formats.add(kernel)
+        elif "UNPACK" in values:
             # The driver's kernels are those of the format whose function they run.
             own: Any = values.get("PACK", values["UNPACK"])
             kernel = f"{own.__module__.rpartition('.')[2].removesuffix('_triton')}.{own.__name__}"
@@ -329,8 +347,11 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
         signature: dict[str, Any] = {}
         aligned: dict[Any, Any] = {}
         for i, p in enumerate(self.params):
-            value = values[p.name]
+            value = values.get(p.name)
             if p.is_constexpr:
+                signature[p.name] = "constexpr"
+            elif value is None:
+                # `member` of a kernel that is launched for one call.
                 signature[p.name] = "constexpr"
             elif hasattr(value, "data_ptr"):
                 signature[p.name] = mangle_type(value)
@@ -340,10 +361,13 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
                 signature[p.name] = p.annotation_type
                 if not p.do_not_specialize:
                     specialised.add(f"{kernel}: {p.name}")
-        constexprs = {p.name: values[p.name] for p in self.params if p.is_constexpr}
+        constexprs = {n: values.get(n) for n, kind in signature.items() if kind == "constexpr"}
         key = repr((kernel, signature, constexprs, aligned, options))
         launch = (self, signature, constexprs, aligned, options)
-        forms.setdefault(key, Form(kernel, dtype, flat(constexprs), launch))
+        own = constexprs
+        if self is merged_kernel:
+            own = of_body(values)
+        forms.setdefault(key, Form(kernel, dtype, flat(own), launch))
 
     def taken(name: str, module: Any, dtype: Any) -> bool:
         supports = getattr(module, "supports", None)
@@ -361,6 +385,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     selections(sparsify_triton)
     table = torch.zeros(16, dtype=torch.int64)
     frame_triton._WRITE.launch(1, (table,), 0, *range(16))  # what graphs write tables by
+    fill_triton.fill_if(table, 1, torch.zeros(16, dtype=torch.bfloat16), 0.0)
     return sorted({*kernels.values(), *formats}), sorted(specialised), list(forms.values())
 
 
@@ -415,14 +440,13 @@ def launches(name: str, dtype: str, everything: bool) -> None:
         return
     frame_triton.frame_of(plan).check_header(src, status)
     if hasattr(kernels, "sum") and name != "zipccl":
-        driver = kernels.driver_of(plan)
         sums = torch.zeros((2, 2), dtype=torch.int64)
         places = frame_triton.places_of([src, src], sums, sums[0])
-        driver.sum(plan, places, x)
-        driver.sum(plain, frame_triton.places_of([plain_src], sums[:1], sums[0, :1]), x)
-        driver.sum(plan, places, wide, x=x, factor=0.5)
+        kernels.sum(plan, places, x)
+        kernels.sum(plain, frame_triton.places_of([plain_src], sums[:1], sums[0, :1]), x)
+        kernels.sum(plan, places, wide, x=x, factor=0.5)
         if hasattr(kernels, "encode_sum"):
-            driver.sum(plan, places, room, x=x, key=drawn, encoded=True)
+            kernels.driver_of(plan).sum(plan, places, room, x=x, key=drawn, encoded=True)
     if hasattr(kernels, "encode_many"):
         for other, data in ((plan, src), (plain, plain_src)):
             many = None
@@ -468,6 +492,9 @@ def launches(name: str, dtype: str, everything: bool) -> None:
         for key in keys:
             kernels.encode(other, x, room, room, key=key)
         kernels.decode(other, room, x, room, status)
+        if hasattr(kernels, "encode_many"):
+            kernels.encode_many([other], [x], [room], None, keys[0])
+            kernels.decode_many([other], [room], [x], [status], [True])
     if hasattr(kernels, "decode_add_encode"):
         kernels.decode_add_encode(plain, plain, plain_src, x, plain_src, room, status, key=drawn)
         kernels.decode_add_encode(plan, plan, src, wide, src, room, status, key=drawn)
@@ -506,6 +533,7 @@ def deltas(kernels: Any, x: Any, everything: bool) -> None:
 def build(form: Form, target: str) -> dict[str, Any]:
     """Compile a form; gives its figures, and how much it spills to memory and scalar registers."""
     import triton
+    import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -513,16 +541,10 @@ def build(form: Form, target: str) -> dict[str, Any]:
     chip = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target[3:]), 32)
     kernel, signature, constexprs, aligned, options = form.launch
     constexprs, options = dict(constexprs), dict(options)
-    if "PTX" in constexprs:
-        constexprs["PTX"] = not amd
-    if "CVT" in constexprs:
-        constexprs["CVT"] = target in ("sm_90", "sm_100")
-    if "L" in constexprs:
-        converts = target in ("sm_90", "sm_100")
-        chosen = {"ptx": not amd, "cvt": converts}
-        known = {field.name for field in dataclasses.fields(constexprs["L"])}
-        chosen = {name: value for name, value in chosen.items() if name in known}
-        constexprs["L"] = dataclasses.replace(constexprs["L"], **chosen)
+    if "VALUES" in constexprs:
+        values = fit(of_body(constexprs), target).values()
+        constexprs["VALUES"] = tuple(map(tl.constexpr, values))
+    constexprs = fit(constexprs, target)
     if amd:
         options.pop("maxnreg", None)
     numbers = {p.name: (i,) for i, p in enumerate(kernel.params)}
@@ -559,6 +581,24 @@ def build(form: Form, target: str) -> dict[str, Any]:
         "stack": stack,
         "scalars": scalars,
     }
+
+
+def of_body(constexprs: dict[str, Any]) -> dict[str, Any]:
+    """The constexprs of the kernel that a merged one runs."""
+    names = [p.name for p in constexprs["BODY"].params if p.is_constexpr]
+    return {n: v.value for n, v in zip(names, constexprs["VALUES"], strict=True)}
+
+
+def fit(constexprs: dict[str, Any], target: str) -> dict[str, Any]:
+    """Constexprs with what depends on the target."""
+    converts, ptx = target in ("sm_90", "sm_100"), target.startswith("sm_")
+    found = {k: {"PTX": ptx, "CVT": converts}.get(k, v) for k, v in constexprs.items()}
+    if "L" in found:
+        chosen = {"ptx": ptx, "cvt": converts}
+        known = {field.name for field in dataclasses.fields(found["L"])}
+        chosen = {name: value for name, value in chosen.items() if name in known}
+        found["L"] = dataclasses.replace(found["L"], **chosen)
+    return found
 
 
 def gaps(ttgir: str) -> list[str]:

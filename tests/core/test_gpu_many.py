@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 import tightwire as tw  # noqa: E402
 from tightwire import gpu, gpu_many, many  # noqa: E402
 from tightwire.codecs.common import batch_triton, frame_triton  # noqa: E402
-from tightwire.codecs.common.launch_triton import Variant  # noqa: E402
+from tightwire.codecs.common.launch_triton import Variant, is_recording  # noqa: E402
 from tightwire.codecs.common.sums import sum_of  # noqa: E402
 from tightwire.formats.dtypes import BY_NAME  # noqa: E402
 
@@ -31,8 +32,31 @@ BATCHED: list[tuple[str, dict[str, Any]]] = [
     ("sdp4bit", {}),
     ("sdp4bit", {"rounding": "stochastic"}),
     ("raw", {}),
+    ("huffman", {}),
+    ("tahquant", {"hidden": 100}),
+    ("dynamiq", {}),
+    ("thc", {}),
+    ("omnireduce", {"block": 64}),
+    ("lhc", {}),
+    ("thc", {"norm": "tensor"}),
+    ("dynamiq", {"widths": "fixed", "rounding": "nearest"}),
+    ("tahquant", {"hidden": 64, "direction": "backward"}),
 ]
-ALONE: list[tuple[str, dict[str, Any]]] = [("zipccl", {}), ("thc", {})]
+ALONE: list[tuple[str, dict[str, Any]]] = [("zipccl", {})]
+#: Codecs that draw by a key.
+KEYED = ("thc", "dynamiq")
+#: Parameters of codecs whose batches are made of single calls, all or in part, and how many
+#: launches those of tensors that start at multiples of 16 bytes take each way.
+MERGED: list[tuple[str, dict[str, Any], tuple[int, int]]] = [
+    ("huffman", {}, (6, 3)),
+    ("tahquant", {"hidden": 100}, (4, 3)),
+    ("dynamiq", {}, (12, 5)),
+    ("thc", {}, (3, 2)),
+    ("thc", {"norm": "tensor"}, (4, 2)),
+    ("omnireduce", {}, (9, 5)),
+    ("lhc", {}, (7, 9)),
+    ("tahquant", {"hidden": 100, "direction": "backward"}, (2, 2)),
+]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -95,7 +119,7 @@ def test_a_batch_has_the_bytes_of_single_calls(
     codec = tw.codec(name, **params)
     xs = tensors(place)
     options: dict[str, Any] = {"checksum": checksum}
-    if name == "thc" or "rounding" in params:
+    if name in KEYED or "rounding" in params:
         options["key"] = tw.Key(3, step=1)
     expected = [codec.encode(x.cpu(), backend="ref", **options) for x in xs]
     out = None
@@ -109,7 +133,8 @@ def test_a_batch_has_the_bytes_of_single_calls(
     else:
         starts = [buf.array.data_ptr() for buf in buffers]
         assert {(start - starts[0]) % 128 for start in starts} == {0}
-    decoded = decode_many(buffers) if name in dict(BATCHED) else [tw.decode(b) for b in buffers]
+    outs = [torch.full(x.shape, 7, dtype=x.dtype, device=place) for x in xs]
+    decoded = decode_many(buffers, out=outs)
     for buf, x, y, ref in zip(buffers, xs, decoded, expected, strict=True):
         buf.check()
         assert y.device == x.device
@@ -132,9 +157,7 @@ def test_memory_that_was_checked_before(place: str) -> None:
     for buffer, out, wanted in zip(buffers, outs, expected, strict=True):
         buffer.check()
         assert same(out, tw.decode(wanted))
-    # A codec without kernels for many buffers, and a dtype that the host codes.
-    alone = tw.codec("tahquant", hidden=100).encode(values(2000, place), backend="triton")
-    assert not gpu_many.decode_into([alone], [values(2000, place)])
+    # A dtype that the host codes.
     wide = tw.codec("zipccl").plan((5000,), "float64")
     x = torch.zeros(5000, dtype=torch.float64, device=place)
     data = torch.zeros(wide.nbytes, dtype=torch.uint8, device=place)
@@ -211,6 +234,56 @@ def test_one_damaged_buffer_of_a_batch(place: str) -> None:
     assert caught.value.number == 2
 
 
+@pytest.mark.parametrize(("name", "params", "_"), MERGED)
+@pytest.mark.fast_cases(2)
+def test_a_damaged_buffer_among_others(
+    name: str, params: dict[str, Any], _: Any, place: str
+) -> None:
+    """It is named, and the others are decoded: of one size, and of several."""
+    codec, key = tw.codec(name, **params), tw.Key(5)
+    xs = [values(n, place, i) for i, n in enumerate((5000, 9001, 5000, 3000, 5000))]
+    for checksum in (True, False):
+        buffers = encode_many(codec, xs, key=key, checksum=checksum)
+        expected = [tw.decode(buf) for buf in buffers]
+        head = buffers[2].plan.header.nbytes
+        # A flag that there is not; and where there is one, the checksum.
+        for at in (head + 16, head)[: 1 + checksum]:
+            buffers[2].array[at] ^= 64
+            outs = [torch.full_like(x, torch.nan) for x in xs]
+            decode_many(buffers, out=outs)
+            for i, buf in enumerate(buffers):
+                if i != 2:
+                    buf.check()
+                    assert same(outs[i], expected[i])
+            with pytest.raises(tw.FormatError):
+                buffers[2].check()
+            buffers[2].array[at] ^= 64
+
+
+@pytest.mark.parametrize(("name", "most"), [("huffman", 4), ("omnireduce", 6), ("lhc", 9)])
+@pytest.mark.fast_cases(2)
+def test_a_sum_is_as_many_launches_whatever_its_terms(
+    name: str, most: int, place: str, launched: list[str]
+) -> None:
+    """Of buffers one of which is damaged, and told so."""
+    codec = tw.codec(name)
+    for n in (2, 5):
+        xs = [values(5000, place, i) for i in range(n)]
+        buffers = encode_many(codec, xs)
+        expected = decode_sum(buffers)
+        buffers[1].array[buffers[1].plan.header.nbytes + 16] ^= 64
+        launched.clear()
+        decode_sum([*buffers[:2], xs[0], *buffers[2:]], scale=0.5)
+        made = [kernel for kernel in launched if kernel != "_table_kernel"]
+        assert made == ["merged_kernel"] * (most - 1) + ["gathered_sum_kernel"]
+        for buffer in [buffers[0], *buffers[2:]]:
+            buffer.check()
+        with pytest.raises(tw.FormatError, match="bad_record"):
+            buffers[1].check()
+        buffers[1].array[buffers[1].plan.header.nbytes + 16] ^= 64
+        assert same(decode_sum(buffers), expected)
+
+
 def test_memory_that_overlaps_is_refused(place: str) -> None:
     codec = tw.codec("mx")
     xs = [values(4096, place, i) for i in range(2)]
@@ -241,7 +314,8 @@ def launched() -> Iterator[list[str]]:
     launch = Variant.launch
 
     def noted(self: Any, programs: int, *args: Any, **options: Any) -> None:
-        names.append(self._kernel.fn.__name__ if hasattr(self._kernel, "fn") else "?")
+        if not is_recording():
+            names.append(self.kernel.fn.__name__ if hasattr(self.kernel, "fn") else "?")
         launch(self, programs, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -264,6 +338,41 @@ def test_a_batch_takes_few_launches(place: str, launched: list[str]) -> None:
     assert [name for name in launched if name != "_table_kernel"] == ["sum_kernel", "_check_kernel"]
 
 
+@pytest.mark.parametrize(("name", "params", "expected"), MERGED)
+@pytest.mark.fast_cases(2)
+def test_launches_do_not_grow_with_a_batch(
+    name: str, params: dict[str, Any], expected: tuple[int, int], place: str, launched: list[str]
+) -> None:
+    codec = tw.codec(name, **params)
+    for n in (2, 7):
+        xs = [values(5000 + 700 * (i % 3), place, i) for i in range(n)]
+        made = []
+        launched.clear()
+        buffers = encode_many(codec, xs, key=tw.Key(1))
+        made.append([kernel for kernel in launched if kernel != "_table_kernel"])
+        launched.clear()
+        decode_many(buffers)
+        made.append([kernel for kernel in launched if kernel != "_table_kernel"])
+        assert tuple(map(len, made)) == expected, made
+
+
+def test_a_batch_of_large_chunks_and_small_ones(
+    place: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of lhc take other launches, and some that are the same."""
+    peeling = importlib.import_module("tightwire.codecs.lhc_peeling_triton")
+    monkeypatch.setattr(peeling, "SMALL_BLOCKS", 20)
+    codec = tw.codec("lhc")
+    xs = [values(n, place, n) * (torch.arange(n, device=place) % 5 == 0) for n in (9001, 3000)]
+    buffers = encode_many(codec, xs)
+    assert launched.count("merged_kernel") == 7 + 2 * peeling.ROUNDS
+    for buffer, x, found in zip(buffers, xs, decode_many(buffers), strict=True):
+        buffer.check()
+        expected = codec.encode(x.cpu(), backend="ref")
+        assert bytes(buffer) == bytes(expected)
+        assert same(found, tw.decode(expected, backend="ref"))
+
+
 class _Counted(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
     """Counts PyTorch's operations. Slices are left out: one of all of a tensor is none."""
 
@@ -278,19 +387,28 @@ class _Counted(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
 
 
 @pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("name", ["mx", "nvfp4", "zipccl", "raw"])
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("mx", {}), ("nvfp4", {}), ("zipccl", {}), ("raw", {}), *[one[:2] for one in MERGED]],
+)
 def test_operations_of_a_batch_do_not_grow_with_it(
-    name: str, given: bool, place: str, monkeypatch: pytest.MonkeyPatch
+    name: str, params: dict[str, Any], given: bool, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each may be a launch or an allocation. Kernels do nothing here."""
-    monkeypatch.setattr(Variant, "launch", lambda *_, **__: None)
-    codec, counts = tw.codec(name), []
+    launch = Variant.launch
+
+    def noted(self: Any, *args: Any, **options: Any) -> None:
+        if is_recording():
+            launch(self, *args, **options)
+
+    monkeypatch.setattr(Variant, "launch", noted)
+    codec, counts = tw.codec(name, **params), []
     for n in (3, 50):
         xs = [values(4096 + 16 * (i % 3), place) for i in range(n)]
         outs = [torch.empty_like(x) for x in xs] if given else None
-        buffers = encode_many(codec, xs)
+        buffers = encode_many(codec, xs, key=tw.Key(1))
         with _Counted() as encoding:
-            encode_many(codec, xs, out=buffers if given else None)
+            encode_many(codec, xs, key=tw.Key(1), out=buffers if given else None)
         with _Counted() as decoding:
             decode_many(buffers, out=outs)
         counts.append((encoding.operations, decoding.operations))
@@ -395,6 +513,10 @@ SUMS: list[tuple[str, dict[str, Any]]] = [
     ("raw", {}),
     ("thc", {}),
     ("sdp4bit", {}),
+    ("huffman", {}),
+    ("omnireduce", {"block": 64, "values": "float16"}),
+    ("lhc", {"ratio": 3}),
+    ("omnireduce", {}),
 ]
 
 
@@ -411,7 +533,7 @@ def test_sums(name: str, params: dict[str, Any], local: int | None, place: str) 
     ]
     terms = [tw.decode(buf, backend="triton") for buf in buffers]
     sources: list[Any] = list(buffers)
-    if name in ("zipccl", "raw"):
+    if name in ("zipccl", "raw", "huffman"):
         terms[1][7] = float("nan")
         buffers[1] = codec.encode(terms[1], chunks=2, backend="triton")
         sources[1] = torch.from_numpy(np.frombuffer(bytes(buffers[1]), np.uint8).copy()).to(place)
@@ -599,9 +721,11 @@ def test_a_graph_of_one_tensor_has_no_more_launches(launched: list[str]) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["mx", "nvfp4"])
-def test_a_graph_of_a_batch(name: str) -> None:
-    codec = tw.codec(name)
+@pytest.mark.parametrize(
+    ("name", "params"), [("mx", {}), ("nvfp4", {}), *[m[:2] for m in MERGED if m[0] not in KEYED]]
+)
+def test_a_graph_of_a_batch(name: str, params: dict[str, Any]) -> None:
+    codec = tw.codec(name, **params)
     xs = [values(n, "cuda", n, apart=n == 700) for n in (9001, 700, 65536)]
 
     def call() -> Any:
@@ -648,16 +772,18 @@ def test_streams_and_threads_share_plans() -> None:
 
 
 @pytest.mark.gpu
-def test_many_sizes_on_a_gpu() -> None:
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("mx", {}), ("nvfp4", {}), ("sdp4bit", {}), *[one[:2] for one in MERGED]],
+)
+def test_many_sizes_on_a_gpu(name: str, params: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)
-    sizes = [int(n) for n in 10 ** rng.uniform(0, 6.5, 300)]
-    for name in ("mx", "nvfp4", "sdp4bit"):
-        codec = tw.codec(name)
-        xs = [values(n, "cuda", n, apart=n % 3 == 0) for n in sizes]
-        buffers = encode_many(codec, xs)
-        found = decode_many(buffers)
-        for x, buf, y in zip(xs, buffers, found, strict=True):
-            single = codec.encode(x)
-            assert buf.array[: buf.plan.nbytes].equal(single.array)
-            assert same(y, tw.decode(single))
-            buf.check()
+    codec, key = tw.codec(name, **params), tw.Key(2)
+    sizes = [int(n) for n in 10 ** rng.uniform(0, 6.5, 100)]
+    xs = [values(n, "cuda", n, apart=n % 3 == 0) for n in [*sizes, *sizes[:50]]]
+    buffers = encode_many(codec, xs, key=key)
+    for x, buf, y in zip(xs, buffers, decode_many(buffers), strict=True):
+        single = codec.encode(x, key=key)
+        assert bytes(buf) == bytes(single)
+        assert same(y, tw.decode(single))
+        buf.check()

@@ -30,8 +30,9 @@ CODECS: list[tuple[str, dict[str, Any]]] = [
     ("thc", {}),
     ("lhc", {}),
     ("omnireduce", {}),
+    ("huffman", {}),
 ]
-SUMMED = ("mx", "nvfp4", "zipccl", "sdp4bit", "taco")
+SUMMED = ("mx", "nvfp4", "zipccl", "sdp4bit", "taco", "omnireduce", "lhc", "huffman")
 NELEM = 9000
 KEY = tw.Key(5, 6)
 
