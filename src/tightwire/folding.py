@@ -122,7 +122,7 @@ def _check_order(first: Parsed, second: Parsed) -> None:
 def _check_base(first: Parsed, base: Bits, threads: int) -> None:
     """FormatError unless the first was encoded against this base.
 
-    To overwrite, its result will do as well, but what is encoded against that is no fold.
+    To overwrite, its result will do as well, but a fold starts from the base.
     """
     plan = first.plan
     assert isinstance(plan.codec, Delta)
