@@ -26,6 +26,7 @@ import triton.language as tl
 
 from ..formats.dtypes import DType
 from .common.base import Key, Plan
+from .common.batch_triton import addresses
 from .common.driver_triton import (
     Driver,
     Reads,
@@ -40,7 +41,7 @@ from .common.frame_triton import Places, clear, round_bfloat16, weigh, weigh_byt
 from .common.hadamard_triton import spread
 from .common.merged_triton import Work, launch_merged
 from .common.minifloat import INFINITY, NAN
-from .common.minifloat_triton import MAGNITUDE, as_bits, as_float, by_ptx, halves
+from .common.minifloat_triton import MAGNITUDE, aligned_for, as_bits, as_float, by_ptx, halves
 from .common.philox_triton import philox4
 from .common.runs_triton import transpose_bits
 from .common.slots_triton import load_slots, row_at, to_pairs, to_row
@@ -710,11 +711,25 @@ def _prepare(
 
 
 def encode_many(plans, xs, outs, stats=None, key: Key | None = None) -> None:
-    """Encode tensors into buffers; see `tightwire.gpu_many` for the contract."""
+    """Encode tensors into buffers; see `tightwire.gpu_many` for the contract.
+
+    Elements are loaded by 16 bytes, or one by one: tensors of either kind are a batch.
+    """
+    aligned = [aligned_for(plan, x) for plan, x in zip(plans, xs, strict=True)]
+    at = addresses(outs)
+    for kind in sorted(set(aligned), reverse=True):
+        some = [i for i, own in enumerate(aligned) if own == kind]
+        own = None if stats is None else [stats[i] for i in some]
+        batch = [plans[i] for i in some], [xs[i] for i in some], at[some]
+        _encode_batch(*batch, own, key, kind)
+
+
+def _encode_batch(plans, xs, outs, stats, key: Key | None, aligned: bool) -> None:
     spec, work = Widths.of(plans[0]).spec, Work(plans, xs[0].device)
     if stats is None and spec.widths != "fixed":
         energies = work.addresses + [Widths.of(plan).parts[0] for plan in plans]
-        _driver(spec, NEAREST, measures=True).measure_many(plans[0].dtype, xs, energies)
+        measuring = _driver(spec, NEAREST, measures=True)
+        measuring.measure_many(plans[0].dtype, xs, energies, aligned=aligned)
 
     def prepare(plan: Plan, scratch, own, _) -> torch.Tensor:
         return _prepare(plan, None, True, scratch=scratch, stats=own, key=key)
@@ -722,7 +737,8 @@ def encode_many(plans, xs, outs, stats=None, key: Key | None = None) -> None:
     sizes = None if stats is None else [own.numel() for own in stats]
     known = launch_merged(plans, (work, stats), prepare, alike=sizes, kept=work.whole)
     driver = _driver(spec, shares_of(spec, key)[0], sums=plans[0].checksum)
-    driver.encode_many(plans, xs, outs, stats=known, key=key, draws=spec.draws)
+    options = {"stats": known, "key": key, "draws": spec.draws, "aligned": aligned}
+    driver.encode_many(plans, xs, outs, **options)
 
 
 def decode_many(plans, srcs, outs, statuses, planned) -> None:

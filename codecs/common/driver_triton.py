@@ -477,11 +477,13 @@ class Driver(NamedTuple):
         key: Key | None = None,
         draws: bool = False,
         given: int = 0,
+        aligned: bool = True,
     ) -> None:
         """As `encode`, of contiguous tensors of one device and dtype, by plans of one codec.
 
         One launch writes all headers, one encodes all tensors. If there is a `prepare`, it was done
-        by the caller, and `stats` is what it left, or where that is.
+        by the caller, and `stats` is what it left, or where that is. A PACK that loads elements by
+        itself is told whether they are `aligned`, which has to be so of all.
         """
         random, on_device, numbers = NO_KEY, None, (0, 0, 0)
         if draws:
@@ -490,18 +492,25 @@ class Driver(NamedTuple):
         batch = batch_of(self._tile_nelem(0), plans, outs, xs, **options)
         batch.begin()
         sums = any(plan.checksum for plan in plans)
-        launch = self._launch_many(plans[0].dtype, xs[0], given=given, random=random, sums=sums)
+        options = {"given": given, "random": random, "sums": sums, "aligned": aligned}
+        launch = self._launch_many(plans[0].dtype, xs[0], **options)
         self._encode_rows(batch, launch, on_device, numbers)
 
     def measure_many(
-        self, dtype: DType, xs: Sequence[torch.Tensor], stats: torch.Tensor | Words
+        self,
+        dtype: DType,
+        xs: Sequence[torch.Tensor],
+        stats: torch.Tensor | Words,
+        *,
+        aligned: bool = True,
     ) -> None:
         """As `measure`, of contiguous tensors of one device and dtype, in a launch.
 
-        The statistics of each are a row of `stats`, or there.
+        The statistics of each are a row of `stats`, or there. `aligned` is as in `encode_many`.
         """
         batch = batch_to_measure(self._tile_nelem(0), xs, stats)
-        self._encode_rows(batch, self._launch_many(dtype, xs[0]), None, (0, 0, 0))
+        launch = self._launch_many(dtype, xs[0], aligned=aligned)
+        self._encode_rows(batch, launch, None, (0, 0, 0))
 
     def decode_many(
         self,
@@ -548,8 +557,8 @@ class Driver(NamedTuple):
             variant.launch(batch.programs, (*batch.tensors, key), *numbers, offsets=offsets)
 
     def _launch_many(self, dtype: DType, x: torch.Tensor, **values) -> Launch:
-        item, tiling = x.element_size(), self.tilings[0]
-        return self._launch(tiling, dtype, x.device, x_item=item, aligned=True, **values)
+        values = {"aligned": True} | values
+        return self._launch(self.tilings[0], dtype, x.device, x_item=x.element_size(), **values)
 
     def _tile_nelem(self, which: int) -> int:
         return self.tilings[which].rows * self.form.run

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 import tightwire as tw  # noqa: E402
 from tightwire import gpu, gpu_many, many  # noqa: E402
 from tightwire.codecs.common import batch_triton, frame_triton  # noqa: E402
+from tightwire.codecs.common.driver_triton import Driver  # noqa: E402
+from tightwire.codecs.common.frame_triton import ROW_ALIGNED  # noqa: E402
 from tightwire.codecs.common.launch_triton import Variant, is_recording  # noqa: E402
 from tightwire.codecs.common.sums import sum_of  # noqa: E402
 from tightwire.formats.dtypes import BY_NAME  # noqa: E402
@@ -106,6 +108,27 @@ def same(a: Any, b: Any) -> bool:
     a, b = a.detach().cpu().contiguous(), b.detach().cpu().contiguous()
     a, b = a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
     return alike and bool(a.equal(b))
+
+
+def test_dynamiq_loads_tensors_as_they_are_aligned(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels load elements by themselves, by 16 bytes where they are told so."""
+    told: list[tuple[bool, set[bool]]] = []
+    launch = Driver._encode_rows
+
+    def noted(self: Any, batch: Any, form: Any, *arguments: Any) -> None:
+        rows = batch.layout.rows_in(batch.words)
+        told.append((form.aligned, {bool(flag) for flag in rows["flags"] & ROW_ALIGNED}))
+        launch(self, batch, form, *arguments)
+
+    monkeypatch.setattr(Driver, "_encode_rows", noted)
+    codec = tw.codec("dynamiq")
+    xs = [values(n, place, seed=n, apart=n % 2 == 1) for n in (5000, 701, 4096, 1300, 999)]
+    key = tw.Key(3, step=1)
+    expected = [bytes(codec.encode(x.cpu(), backend="ref", key=key)) for x in xs]
+    assert [bytes(buf) for buf in encode_many(codec, xs, key=key)] == expected
+    assert told == [(True, {True})] * 2 + [(False, {False})] * 2
 
 
 @pytest.mark.parametrize("checksum", [True, False])
