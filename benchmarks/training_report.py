@@ -52,6 +52,7 @@ COLUMNS = (
     "bits",
     "GiB",
     "host waits",
+    "date",
 )
 
 
@@ -117,6 +118,7 @@ def _cells(link: str, row: dict[str, Any]) -> list[str]:
         _bits(row),
         f"{memory / 2**30:.1f}" if memory is not None else "",
         _waits(row),
+        row["date"],
     ]
 
 
