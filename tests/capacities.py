@@ -31,7 +31,7 @@ class Scheduled:
     def learn(self, need: int) -> None:
         pass
 
-    def spread(self) -> None:
+    def refit(self) -> None:
         pass
 
 

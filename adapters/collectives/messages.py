@@ -66,7 +66,7 @@ class Capacity:
         if wanted > self.nbytes or (full and wanted * _IDLE < self.nbytes):
             self.nbytes = self._rounded(round(most * (1 + 2 * _SPARE)))
 
-    def spread(self) -> None:
+    def refit(self) -> None:
         """Have as much to spare as a new capacity would have."""
         most = max(self._needs, default=0)
         self.nbytes = max(self.nbytes, self._rounded(round(most * (1 + 2 * _SPARE))))

@@ -38,6 +38,9 @@ PIECE_NBYTES, MOST_PIECES = 32 << 20, 4
 class _Sums(Prepared):
     """What prepared sums share: what travels, and what sums are multiplied by."""
 
+    #: What is summed beside the rest.
+    _pieces: Sequence[Any] = ()
+
     def __init__(
         self, calls: PreparedCalls, like: Any, facts: str, wire: Any, scale: float | None
     ) -> None:
@@ -81,6 +84,11 @@ class _Sums(Prepared):
     def _sent(self, part: int, values: Any) -> Any:
         """`values` of a part as they travel."""
         return tensors.cast(values, self._wires[part])
+
+    @property
+    def _beside(self) -> bool:
+        """Whether exchanges run while other pieces are coded."""
+        return len(self._pieces) > 1
 
     def _cut(self) -> list[tuple[Bounds, ...]]:
         """By piece, where the pieces of the parts begin and end."""
@@ -229,8 +237,7 @@ class OneShot(_Sums):
                 values = [x[slice(*b)] for x, b in zip(xs, piece, strict=True)]
                 given = [Given(self._sent(part, v), 0, part) for part, v in enumerate(values)]
                 self._encode(slot, call, at, given)
-                beside = len(self._pieces) > 1
-                gathered.append(self._exchange(slot, call, at, beside=beside))
+                gathered.append(self._exchange(slot, call, at, beside=self._beside))
             for at, (piece, arrived) in enumerate(zip(self._pieces, gathered, strict=True)):
                 arrived()
                 for part, (whole, b) in enumerate(zip(totals, piece, strict=True)):
@@ -340,7 +347,7 @@ class AllReduce(_Sums):
             if j != self._rank
         ]
         self._encode(slot, call, piece.swapped, given)
-        return self._exchange(slot, call, piece.swapped, beside=len(self._pieces) > 1)
+        return self._exchange(slot, call, piece.swapped, beside=self._beside)
 
     def _send_sums(
         self, slot: Slot, call: Call, piece: _Piece, own: Sequence[Any], totals: Sequence[Any]
@@ -352,7 +359,7 @@ class AllReduce(_Sums):
                 self._sum(slot, call, at, term, total, part=part, scale=scale, travels_on=True)
         given = [Given(total, 0, part) for part, total in enumerate(totals)]
         self._encode(slot, call, piece.gathered, given)
-        return self._exchange(slot, call, piece.gathered, beside=len(self._pieces) > 1)
+        return self._exchange(slot, call, piece.gathered, beside=self._beside)
 
     def _take_sums(self, slot: Slot, call: Call, piece: _Piece, wholes: Sequence[Any]) -> None:
         """Decode the sums; with a lossy codec also this rank's own, as the others have them."""

@@ -283,7 +283,7 @@ class Prepared(Judged):
                 # What is about to be outgrown grows with it: new memory is recorded anew.
                 for capacity in self._capacities:
                     if capacity is not None:
-                        capacity.spread()
+                        capacity.refit()
         # A graph goes on using the memory that it has captured.
         if not slot.captured and (not slot.exchanges or not slot.shares or self._outgrown(slot)):
             self._lay_out(slot)

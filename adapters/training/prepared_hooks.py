@@ -172,9 +172,11 @@ class PreparedHook:
 
     def _keep_only(self, used: Container[Hashable]) -> None:
         """Drop what is prepared under other keys, groups first, and the memory that it shared."""
-        for whole in [whole for whole in self._prepared if whole not in used]:
+        unused = [whole for whole in self._prepared if whole not in used]
+        for whole in unused:
             self._prepared.pop(whole).rest()
-            self._calls[whole[0]].route.trim()
+        for group in {whole[0] for whole in unused}:
+            self._calls[group].route.trim()
 
     def _native(
         self,

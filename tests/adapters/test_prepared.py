@@ -560,11 +560,11 @@ def test_capacities_grow_together() -> None:
     capacity = Capacity(bound=1 << 20, raw_nbytes=1 << 20)
     first = capacity.nbytes
     capacity.learn(first // 2)
-    capacity.spread()
+    capacity.refit()
     assert capacity.nbytes == first
     capacity.learn(first * 3 // 4)
     assert capacity.nbytes == first
-    capacity.spread()
+    capacity.refit()
     assert first < capacity.nbytes <= first * 5 // 4
 
 
