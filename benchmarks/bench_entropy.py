@@ -4,14 +4,15 @@
     python benchmarks/report.py
 
 Measured as in bench_gpu.py: replays of graphs on tensors that are not in the cache, checked before
-and after. A delta is that of a step which changes a share of N(0, 0.02) in bfloat16. To apply it
-in place there are two, there and back, in one graph.
+and after. A delta is that of a step which changes a share of N(0, 0.02) in bfloat16, of a product
+by 2, or of a share of the signs. To apply it in place there are two, there and back, in one graph.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import statistics
@@ -40,6 +41,7 @@ import tightwire as tw
 
 HARD = ("random", "equal", "half_escaped", "rows")
 SHARES = (0.001, 0.01, 0.1, 0.5)
+SIGNS = (0.04, 0.5)
 DELTA_MIB, DELTA_SETS = 256, 2
 COMPARED_NELEM = 1 << 20
 
@@ -77,9 +79,26 @@ def step(share: float, sets: int) -> tuple[torch.Tensor, torch.Tensor]:
     return base, (masters + high * moves).to(torch.bfloat16)
 
 
-def run_delta(share: float, checksum: bool) -> dict[str, Any]:
-    """Check and time deltas of a share of changed elements."""
-    base, x = step(share, DELTA_SETS)
+def product(sets: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensors before and after a product by 2, shape (sets, nelem)."""
+    base = step(0, sets)[0]
+    return base, base * 2
+
+
+def signs(share: float, sets: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensors before and after a share of the signs has changed, shape (sets, nelem)."""
+    base = step(0, sets)[0]
+    rng = torch.Generator("cuda").manual_seed(bench_gpu.SEED + 1)
+    return base, torch.where(
+        torch.rand(base.shape, device="cuda", generator=rng) < share, -base, base
+    )
+
+
+def run_delta(
+    tensors: Callable[[int], tuple[torch.Tensor, torch.Tensor]], checksum: bool
+) -> dict[str, Any]:
+    """Check and time deltas of some tensors before and after."""
+    base, x = tensors(DELTA_SETS)
     codec = tw.codec("delta")
     compare(x, codec, base=base)
     plan = codec.plan((x.shape[1],), "bfloat16", checksum=checksum)
@@ -183,10 +202,15 @@ def huffmans() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def deltas() -> Iterator[tuple[str, dict[str, Any]]]:
     """Results of delta, one by one."""
-    for share in SHARES:
-        for checksum in (False, True) if share == 0.01 else (False,):
-            found = attempt(run_delta, share, checksum)
-            yield "deltas", {"share": share, "checksum": checksum} | found
+    cases: dict[str, Callable[[int], tuple[torch.Tensor, torch.Tensor]]] = {
+        **{f"a step, {share:.1%}": functools.partial(step, share) for share in SHARES},
+        "product by 2": product,
+        **{f"{share:.0%} of the signs": functools.partial(signs, share) for share in SIGNS},
+    }
+    for name, tensors in cases.items():
+        for checksum in (False, True) if name == "a step, 1.0%" else (False,):
+            found = attempt(run_delta, tensors, checksum)
+            yield "deltas", {"change": name, "checksum": checksum} | found
 
 
 #: By codec what measures it, and the file that it is written to.

@@ -18,17 +18,21 @@ def ratios(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """A table of what tensors take."""
     others = [name for name in OTHERS if all(name in row for row in rows.values())]
     names = [name.replace("_of_xor", " of XOR") for name in others]
-    yield f"| | changed | entropy | delta | over it | ratio | overwrite | {' | '.join(names)} |"
-    yield "|---|" + "---|" * (6 + len(others))
+    yield (
+        "| | changed | entropy | delta | over it | ratio | difference | overwrite | "
+        f"{' | '.join(names)} |"
+    )
+    yield "|---|" + "---|" * (7 + len(others))
     for name, row in rows.items():
-        ours = row["difference"]
+        ours = row["adaptive"]
         cells = [
             name,
             f"{row['changed']:.2%}",
             f"{row['entropy_bits']:.2f}",
             f"{ours['bits']:.2f}",
-            f"{ours['over_entropy'] - 1:+.1%}",
+            "" if ours["over_entropy"] is None else f"{ours['over_entropy'] - 1:+.1%}",
             f"{ours['ratio']:.4f}",
+            f"{row['difference']['ratio']:.4f}",
             f"{row['overwrite']['ratio']:.4f}",
             *(f"{row[other]:.4f}" for other in others),
         ]
@@ -46,7 +50,8 @@ def lines(recorded: dict[str, Any]) -> list[str]:
         f"of a small transformer after {recorded['steps']} steps; masters in float32, base and "
         "tensor in the dtype named. *entropy*: bits for each changed element by the order-0 "
         "entropy of change and no change given the base's exponent; *delta*: those of the whole "
-        "buffer, header and index included; *ratio* and what follows: bytes over the tensor's.",
+        "buffer, header and index included, in the form `adaptive`, which is the default; *ratio* "
+        "and what follows: bytes over the tensor's, by this form, the others, and other codecs.",
         "",
         *ratios(recorded["adam"]),
         "",
@@ -54,13 +59,17 @@ def lines(recorded: dict[str, Any]) -> list[str]:
         "",
         *ratios(recorded["synthetic"]),
         "",
+        "Changes of N(0, 0.02) that are no steps:",
+        "",
+        *ratios(recorded["otherwise"]),
+        "",
         "GB/s of tensor bytes, whole calls with checksums and digests, the fastest of some calls:",
         "",
         f"| changed | {' | '.join(columns)} |",
         "|---|" + "---|" * len(columns),
         *(
-            f"| {float(share):.0%} | {' | '.join(f'{row[c]:.2f}' for c in columns)} |"
-            for share, row in speed.items()
+            f"| {name} | {' | '.join(f'{row[c]:.2f}' for c in columns)} |"
+            for name, row in speed.items()
         ),
     ]
 

@@ -78,23 +78,24 @@ def delta_lines(recorded: dict[str, Any], failures: list[str]) -> list[str]:
         "",
         made_on(recorded),
         "",
-        "A step that changes a share of N(0, 0.02) in bfloat16, 256 MiB. Moved are both tensors "
-        "and the buffer, so that a digest of the base before anything is written counts as lost.",
+        "Changes of N(0, 0.02) in bfloat16, 256 MiB: a step of one rate, a product, and signs. "
+        "Moved are both tensors and the buffer, so that a digest of the base before anything is "
+        "written counts as lost.",
         "",
-        "| changed | checksum | ratio | encode GB/s | of copy | apply GB/s | of copy | in place "
-        "GB/s | of copy |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| change | changed | checksum | ratio | encode GB/s | of copy | apply GB/s | of copy | in "
+        "place GB/s | of copy |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in recorded["deltas"]:
         if "error" in row:
-            failures.append(f"- delta, {row['share']:g} changed: {row['error']}")
+            failures.append(f"- delta, {row['change']}: {row['error']}")
             continue
         cells = [
             f"{row['GB/s'][op]:.0f} | {row['of_copy'][op]:.2f}"
             for op in ("encode", "apply", "in place")
         ]
         page.append(
-            f"| {row['changed']:.2%} | {'on' if row['checksum'] else 'off'} | "
+            f"| {row['change']} | {row['changed']:.2%} | {'on' if row['checksum'] else 'off'} | "
             f"{row['ratio']:.4f} | {' | '.join(cells)} |"
         )
     return page

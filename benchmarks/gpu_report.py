@@ -1,4 +1,4 @@
-"""Turn gpu.json, which bench_gpu.py writes, into a page; report.py calls it.
+"""Turn gpu.json and gpu_h100.json, which bench_gpu.py writes, into pages; report.py calls it.
 
 Nothing here needs a GPU. What stands on the page from the heading BOUNDS on is written by hand, and
 kept when the page is made anew.
@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: Heading of the part of gpu.md that is written by hand.
+#: Names of records and pages: the most cases on an H200, and the last state on an H100.
+STEMS = ("gpu", "gpu_h100")
+#: Heading of the part of a page that is written by hand.
 BOUNDS = "## What bounds each kernel"
 DATA = {
     "gaussian": "N(0, 0.02)",
@@ -110,8 +112,8 @@ def checksum_costs(recorded: dict[str, Any], op: str, mibs: set[int]) -> dict[in
     return {mib: us[True][mib] / plain - 1 for mib, plain in us[False].items() if mib in us[True]}
 
 
-def page_lines(recorded: dict[str, Any]) -> list[str]:
-    """The page without the part that is written by hand."""
+def page_lines(recorded: dict[str, Any], stem: str) -> list[str]:
+    """The page of a record without the part that is written by hand."""
     machine, found = recorded["machine"], recorded["versions"]
     named = ("python", "torch", "cuda", "triton", "tightwire")
     versions = ", ".join(f"{k} {found[k]}" for k in named if found[k])
@@ -120,8 +122,8 @@ def page_lines(recorded: dict[str, Any]) -> list[str]:
     return [
         "# Recorded results on the GPU",
         "",
-        "Made by `benchmarks/report.py` from gpu.json, which `benchmarks/bench_gpu.py` writes; the "
-        "last section is by hand.",
+        f"Made by `benchmarks/report.py` from {stem}.json, which `benchmarks/bench_gpu.py` writes; "
+        "the last section is by hand.",
         "",
         f"{machine['gpu']} ({machine['sms']} multiprocessors), driver {machine['driver']}, "
         f"{versions}; {recorded['date']}. Median of graph replays into memory given beforehand, "
@@ -130,7 +132,7 @@ def page_lines(recorded: dict[str, Any]) -> list[str]:
         f"{copy['largest_mib']} MiB, {largest:.0f} GB/s read and written. Sizes in MiB; checksum "
         "off; no tensor is in the cache when its turn comes.",
         "",
-        "![fraction of the copy rate against size](gpu.png)",
+        f"![fraction of the copy rate against size]({stem}.png)",
         "",
         "## Figures asked for",
         "",
@@ -398,10 +400,12 @@ def failure_lines(recorded: dict[str, Any]) -> list[str]:
     return ["", "## Not timed, since a check failed", "", *lines] if lines else []
 
 
-def write_page(folder: Path) -> None:
-    """Write gpu.md from gpu.json in `folder`, keeping what was written by hand."""
-    page = folder / "gpu.md"
-    old = page.read_text() if page.exists() else ""
-    by_hand = old[old.index(BOUNDS) :] if BOUNDS in old else f"{BOUNDS}\n\n(to be written)\n"
-    lines = page_lines(json.loads((folder / "gpu.json").read_text()))
-    page.write_text("\n".join(lines) + f"\n\n{by_hand}")
+def write_pages(folder: Path) -> list[str]:
+    """Write a page for each record in `folder`, keeping what was written by hand; their names."""
+    pages = [folder / f"{stem}.md" for stem in STEMS if (folder / f"{stem}.json").exists()]
+    for page in pages:
+        old = page.read_text() if page.exists() else ""
+        by_hand = old[old.index(BOUNDS) :] if BOUNDS in old else f"{BOUNDS}\n\n(to be written)\n"
+        lines = page_lines(json.loads(page.with_suffix(".json").read_text()), page.stem)
+        page.write_text("\n".join(lines) + f"\n\n{by_hand}")
+    return [page.name for page in pages]

@@ -216,9 +216,9 @@ def main() -> None:
         lines += ["", *lossy_cpu_page(json.loads(lossy.read_text()))]
     if study.exists():
         lines += ["", *study_page(json.loads(study.read_text()))]
-    if (RESULTS / "gpu.json").exists():
-        gpu_report.write_page(RESULTS)
-        lines += ["", "## Speed on the GPU", "", "[gpu.md](gpu.md)"]
+    if pages := gpu_report.write_pages(RESULTS):
+        links = ", ".join(f"[{page}]({page})" for page in pages)
+        lines += ["", "## Speed on the GPU", "", links]
     if entropy_report.write(RESULTS):
         lines += ["", "## huffman and delta on the GPU", "", "[entropy_gpu.md](entropy_gpu.md)"]
     if (RESULTS / "many.md").exists():

@@ -4,8 +4,8 @@
 
 A small transformer is trained on Python sources, with float32 masters. Then, from that state, a few
 steps are made at each of several rates, and the masters before and after one more are rounded to
-each dtype: base and tensor. float8 is scaled by the largest magnitude before. Every tensor is
-decoded and compared.
+each dtype: base and tensor. float8 is scaled by the largest magnitude before. Changes that are no
+steps stand beside them: products by 2, and signs. Every tensor is decoded and compared.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ WIDTH, HEADS, LAYERS, CONTEXT, BATCH = 256, 4, 3, 64, 12
 RATES = (1e-6, 3e-6, 1e-5)
 DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2")
 SHARES = (0.01, 0.1, 0.5)
+#: The forms of the codec, the default first.
+FORMS = ("adaptive", "difference", "overwrite")
 SPEED_NELEM, REPEAT = 1 << 23, 15
 
 
@@ -153,6 +155,21 @@ def synthetic(share: float, n: int = 1 << 20) -> tuple[Array, Array]:
     return base, x
 
 
+def otherwise(n: int = 1 << 20) -> dict[str, tuple[Array, Array]]:
+    """Changes of N(0, 0.02) that are no steps, by name, in bfloat16 and float32."""
+    rng = np.random.default_rng(0)
+    w = rng.normal(0, 0.02, n).astype(np.float32)
+    draws = rng.random(n)
+    found = {}
+    for dtype in ("bfloat16", "float32"):
+        base = w.astype(BY_NAME[dtype].numpy)
+        found[f"{dtype}, product by 2"] = base, base * base.dtype.type(2)
+        for share in (0.04, 0.5):
+            signs = np.where(draws < share, -1, 1).astype(base.dtype)
+            found[f"{dtype}, {share:.0%} of the signs"] = base, base * signs
+    return found
+
+
 def differs(base: Array, x: Array) -> npt.NDArray[np.bool]:
     """Which elements differ in a bit."""
     kind = BY_NAME[base.dtype.name].bits
@@ -179,14 +196,15 @@ def compared(base: Array, x: Array) -> dict[str, Any]:
     row: dict[str, Any] = {"elements": x.size, "changed": changed / x.size}
     entropy = conditional_bits(base, x)
     row["entropy_bits"] = entropy / changed
-    for form in ("difference", "overwrite"):
+    for form in FORMS:
         buf = tw.codec("delta", form=form).encode(x, base=base)
         assert tw.decode(buf, base=base).tobytes() == x.tobytes()
         bits = 8 * buf.nbytes
         row[form] = {
             "ratio": buf.nbytes / x.nbytes,
             "bits": bits / changed,
-            "over_entropy": bits / entropy,
+            # None: the exponent of the base tells what has changed.
+            "over_entropy": bits / entropy if entropy else None,
         }
     kind = BY_NAME[x.dtype.name]
     xor = base.view(kind.bits) ^ x.view(kind.bits)
@@ -208,9 +226,8 @@ def best(call: Callable[[], object], nbytes: int) -> float:
     return nbytes / 1e9 / min(seconds)
 
 
-def speeds(share: float) -> dict[str, float]:
+def speeds(base: Array, x: Array) -> dict[str, float]:
     """GB/s of tensor bytes of whole calls on one thread, with checksums and digests."""
-    base, x = synthetic(share, SPEED_NELEM)
     buf = tw.encode(x, "delta", base=base, threads=1)
     packed, out = buf.packed(), np.empty_like(x)
     live = base.copy()
@@ -257,8 +274,10 @@ def main() -> None:
         "machine": platform.machine(),
         "steps": options.steps,
         "adam": adam,
-        "synthetic": {f"{share:g}": compared(*synthetic(share)) for share in SHARES},
-        "speed": {f"{share:g}": speeds(share) for share in SHARES},
+        "synthetic": {f"{share:.0%}": compared(*synthetic(share)) for share in SHARES},
+        "otherwise": {name: compared(*tensors) for name, tensors in otherwise().items()},
+        "speed": {f"{share:.0%}": speeds(*synthetic(share, SPEED_NELEM)) for share in SHARES}
+        | {name: speeds(*tensors) for name, tensors in otherwise(SPEED_NELEM).items()},
     }
     options.out.write_text(json.dumps(record, indent=1) + "\n")
 
