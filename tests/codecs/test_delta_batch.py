@@ -114,7 +114,7 @@ def same(xs: list[Any], ys: list[Any]) -> list[bool]:
     ]
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["adaptive", "difference", "overwrite"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "int16"])
 def test_bytes_of_single_calls(dtype: str, form: str, place: str) -> None:

@@ -61,6 +61,11 @@ MERGED: list[tuple[str, dict[str, Any], tuple[int, int]]] = [
 ]
 
 
+def lengths(name: str, place: str, *nelems: int) -> list[int]:
+    """Numbers of elements, fewer of huffman where its decoder is interpreted, element by element."""
+    return [n // 16 if (name, place) == ("huffman", "cpu") else n for n in nelems]
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def place(request: pytest.FixtureRequest) -> str:
     """Where kernels run."""
@@ -264,7 +269,8 @@ def test_a_damaged_buffer_among_others(
 ) -> None:
     """It is named, and the others are decoded: of one size, and of several."""
     codec, key = tw.codec(name, **params), tw.Key(5)
-    xs = [values(n, place, i) for i, n in enumerate((5000, 9001, 5000, 3000, 5000))]
+    sizes = lengths(name, place, 5000, 9001, 5000, 4000, 5000)
+    xs = [values(n, place, i) for i, n in enumerate(sizes)]
     for checksum in (True, False):
         buffers = encode_many(codec, xs, key=key, checksum=checksum)
         expected = [tw.decode(buf) for buf in buffers]
@@ -290,8 +296,9 @@ def test_a_sum_is_as_many_launches_whatever_its_terms(
 ) -> None:
     """Of buffers one of which is damaged, and told so."""
     codec = tw.codec(name)
+    (nelem,) = lengths(name, place, 5000)
     for n in (2, 5):
-        xs = [values(5000, place, i) for i in range(n)]
+        xs = [values(nelem, place, i) for i in range(n)]
         buffers = encode_many(codec, xs)
         expected = decode_sum(buffers)
         buffers[1].array[buffers[1].plan.header.nbytes + 16] ^= 64
@@ -367,8 +374,9 @@ def test_launches_do_not_grow_with_a_batch(
     name: str, params: dict[str, Any], expected: tuple[int, int], place: str, launched: list[str]
 ) -> None:
     codec = tw.codec(name, **params)
+    sizes = lengths(name, place, 5000, 5700, 6400)
     for n in (2, 7):
-        xs = [values(5000 + 700 * (i % 3), place, i) for i in range(n)]
+        xs = [values(sizes[i % 3], place, i) for i in range(n)]
         made = []
         launched.clear()
         buffers = encode_many(codec, xs, key=tw.Key(1))

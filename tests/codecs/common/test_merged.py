@@ -161,10 +161,12 @@ def test_tensors_behind_buffers_in_the_same_array(name: str, place: str) -> None
     """Decoded to where the array of a buffer goes on, and encoded from there."""
     codec, key = tw.codec(name, **({"hidden": 64} if name == "tahquant" else {})), tw.Key(1)
     rng = np.random.default_rng(0)
-    xs = [torch.from_numpy(rng.standard_normal(4000).astype(np.float32)).to(place) for _ in "ab"]
-    plan = codec.plan((4000,), "float32")
+    # huffman's decoder is interpreted element by element.
+    n = 400 if name == "huffman" else 4000
+    xs = [torch.from_numpy(rng.standard_normal(n).astype(np.float32)).to(place) for _ in "ab"]
+    plan = codec.plan((n,), "float32")
     room = -(-plan.nbytes // 128) * 128
-    arrays = [torch.full((room + 16000,), 0xA5, dtype=torch.uint8, device=place) for _ in xs]
+    arrays = [torch.full((room + 4 * n,), 0xA5, dtype=torch.uint8, device=place) for _ in xs]
     inside = [array[room:].view(torch.float32) for array in arrays]
     for y, x in zip(inside, xs, strict=True):
         y.copy_(x)
