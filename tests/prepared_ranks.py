@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import unittest.mock
 from collections.abc import Callable
 from typing import Any
@@ -139,3 +142,45 @@ def damage(call: Any, at: int, bit: int) -> None:
         messages.received[0][at] ^= bit
 
     messages.exchange = damaging
+
+
+class UserError(Exception):
+    """What no library raises."""
+
+
+def strike(fault: str) -> None:
+    """What befalls this process."""
+    if fault == "raises":
+        raise UserError("out of luck")
+    os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[fault])
+
+
+def strike_soon(fault: str) -> None:
+    """The same while this process waits; what its handler raises comes up when the wait ends."""
+    if fault == "raises":
+        signal.signal(signal.SIGALRM, lambda *_: strike(fault))
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    else:
+        threading.Timer(0.2, strike, [fault]).start()
+
+
+def befall(call: Any, stage: str, fault: str) -> None:
+    """Have a fault come at a stage of the next call."""
+    encode, exchange = call._encode, call._exchange
+
+    def encodes(*arguments: Any) -> None:
+        if stage == "before encode":
+            strike(fault)
+        encode(*arguments)
+
+    def exchanges(*arguments: Any, **options: Any) -> Callable[[], None]:
+        if stage == "before network":
+            strike(fault)
+        if stage == "while waiting":
+            strike_soon(fault)
+        arrived: Callable[[], None] = exchange(*arguments, **options)
+        if stage == "before decode":
+            strike(fault)
+        return arrived
+
+    call._encode, call._exchange = encodes, exchanges

@@ -110,8 +110,11 @@ class Judged:
             if late:
                 raise TimeoutError(f"rank {late - 1} did not come in time")
 
-    def check(self) -> None:
+    def check(self, timeout: float | None = None) -> None:
         """Raise what calls that a CUDA graph holds have found so far. Waits for the device.
+
+        Args:
+            timeout: Seconds. None: the transport's.
 
         Raises:
             CollectiveError: If a rank was late or gone, or bytes were damaged.
@@ -121,7 +124,8 @@ class Judged:
                 continue
             call = Call(self._rank, self.collective, self._calls.number, "", self._calls.name)
             with self._failing(), call.stage("wait"):
-                words = slot.words.cpu().numpy()
+                # Behind the replays that are queued on this stream.
+                words = self._arrived(tensors.PendingHostCopy(slot.words), timeout)
                 self._check_late(slot, words)
             slot.found.clear()
             self._read(slot, words)

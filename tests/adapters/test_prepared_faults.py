@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +17,7 @@ import pytest
 
 import tightwire as tw
 from forked import launch, main
-from prepared_ranks import damage, run
+from prepared_ranks import UserError, befall, damage, run
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -41,54 +38,12 @@ STOPPED, LONG = 4.0, 60.0
 N = 3 * 50_000
 
 
-class UserError(Exception):
-    """What no library raises."""
-
-
 # What the processes run.
 
 
 def result_of(collective: str) -> Any:
     size = {"all_gather": RANKS * N, "reduce_scatter": N // RANKS}.get(collective, N)
     return torch.full((size,), float("nan"), dtype=torch.bfloat16)
-
-
-def strike(fault: str) -> None:
-    """What befalls this process."""
-    if fault == "raises":
-        raise UserError("out of luck")
-    os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[fault])
-
-
-def strike_soon(fault: str) -> None:
-    """The same while this process waits; what its handler raises comes up when the wait ends."""
-    if fault == "raises":
-        signal.signal(signal.SIGALRM, lambda *_: strike(fault))
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-    else:
-        threading.Timer(0.2, strike, [fault]).start()
-
-
-def befall(call: Any, stage: str, fault: str) -> None:
-    """Have a fault come at a stage of the next call."""
-    encode, exchange = call._encode, call._exchange
-
-    def encodes(*arguments: Any) -> None:
-        if stage == "before encode":
-            strike(fault)
-        encode(*arguments)
-
-    def exchanges(*arguments: Any, **options: Any) -> Callable[[], None]:
-        if stage == "before network":
-            strike(fault)
-        if stage == "while waiting":
-            strike_soon(fault)
-        arrived: Callable[[], None] = exchange(*arguments, **options)
-        if stage == "before decode":
-            strike(fault)
-        return arrived
-
-    call._encode, call._exchange = encodes, exchanges
 
 
 def faults(case: list[str], rank: int, file: str, report: Callable[[Any], None]) -> None:

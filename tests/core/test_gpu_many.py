@@ -62,7 +62,7 @@ MERGED: list[tuple[str, dict[str, Any], tuple[int, int]]] = [
 
 
 def lengths(name: str, place: str, *nelems: int) -> list[int]:
-    """Numbers of elements, fewer of huffman where its decoder is interpreted, element by element."""
+    """Numbers of elements: fewer of huffman where its decoder is interpreted, one by one."""
     return [n // 16 if (name, place) == ("huffman", "cpu") else n for n in nelems]
 
 

@@ -1,0 +1,143 @@
+"""A rank that is killed or stops in a prepared call on a GPU: what the other gets, and when.
+
+This file is also what the processes run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tightwire as tw
+from forked import launch, main
+from prepared_ranks import befall, strike
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+pytest.importorskip("triton")
+if not dist.is_available():
+    pytest.skip("PyTorch was built without torch.distributed", allow_module_level=True)
+
+from tightwire.adapters.collectives.prepared import PreparedCalls  # noqa: E402
+from tightwire.adapters.transports.torch_dist import TorchDist  # noqa: E402
+
+RANKS, VICTIM = 2, 1
+#: When the victim is struck: in a call, or before a replay of a graph that holds one.
+EAGER = ("before encode", "before network", "before decode")
+STAGES = (*EAGER, "before replay")
+#: Seconds that a rank waits for another by peers' memory, and those of the process group.
+PEERS, GROUP = 4.0, 10.0
+N = 300_000
+
+
+# What the processes run.
+
+
+def prepared(route: str, rank: int, store: str) -> Any:
+    """Calls of two GPUs."""
+    # Without it a graph cannot hold NCCL's calls.
+    os.environ["NCCL_GRAPH_REGISTER"] = "0"
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=GROUP),
+        device_id=device,
+    )
+    peers = None
+    if route == "peers":
+        from tightwire.adapters.transports.symmetric import SymmetricMemory
+
+        peers = SymmetricMemory(None, device, timeout=PEERS)
+    return PreparedCalls(TorchDist(dist.group.WORLD, device), peers=peers)
+
+
+def captured(call: Any, x: Any, out: Any) -> Any:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        call(x, out)
+    return graph
+
+
+def faults(case: list[str], rank: int, store: str, report: Callable[[Any], None]) -> None:
+    route, collective, stage, fault = case
+    calls = prepared(route, rank, store)
+    x = torch.full((N,), rank + 1.0, dtype=torch.bfloat16, device="cuda")
+    size = RANKS * N if collective == "all_gather" else N
+    out = torch.full((size,), float("nan"), dtype=torch.bfloat16, device="cuda")
+    call = getattr(calls, collective)(x)
+    for _ in range(2):
+        call(x, out).wait()
+    graph = None
+    if stage == "before replay":
+        graph = captured(call, x, out)
+        graph.replay()
+        call.check()
+    assert set(out.tolist()) == ({1.0, 2.0} if collective == "all_gather" else {3.0})
+    torch.cuda.synchronize()
+    if rank == VICTIM:
+        if graph is not None:
+            strike(fault)
+        befall(call, stage, fault)
+    start = time.monotonic()
+    try:
+        for _ in range(3):
+            start = time.monotonic()
+            if graph is not None:
+                graph.replay()
+                call.check()
+            else:
+                # Other memory each time, so that the call is not replayed.
+                call(x.clone(), torch.empty_like(out)).wait()
+    except tw.CollectiveError as error:
+        seconds, again, works = time.monotonic() - start, "", True
+        try:
+            call(x, out)
+        except tw.CollectiveError as later:
+            again = str(later)
+        if route == "peers":
+            # The device goes on: no kernel waits for ever.
+            torch.cuda.synchronize()
+            works = bool((x + x == 2 * rank + 2).all())
+        report({"error": str(error), "seconds": seconds, "again": again, "works": works})
+    time.sleep(60)
+
+
+# The test.
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("route", ["peers", "network"])
+def test_the_other_rank_gets_an_error_in_time(route: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < RANKS:
+        pytest.skip("needs 2 GPUs")
+    struck = itertools.product(("all_gather", "all_reduce"), STAGES, ("killed", "stopped"))
+    cases = [(route, *case) for case in struck]
+    found = launch(__file__, "faults", cases, RANKS, tmp_path, 200, "default")
+    assert len(found) == len(cases)
+    text = "rank 1 did not come" if route == "peers" else "nothing arrived|have left|not noticed"
+    for case, (result, victim) in found.items():
+        assert victim is None, (case, victim)
+        collective = json.loads(case)[1]
+        assert result is not None, case
+        assert re.search(rf"rank 0: {collective} #\d.*({text})", result["error"]), (case, result)
+        assert result["seconds"] < (PEERS + 2 if route == "peers" else GROUP), (case, result)
+        assert "an earlier call has failed" in result["again"], (case, result)
+        assert result["works"], (case, result)
+
+
+if __name__ == "__main__":
+    main(globals(), lambda: None, at_a_time=8)
