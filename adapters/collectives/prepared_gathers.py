@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import tensors
@@ -25,7 +27,32 @@ if TYPE_CHECKING:
     from .prepared import PreparedCalls
 
 
-class AllGather(Prepared):
+class _Gathering(Prepared):
+    """What all-gather and all-to-all share."""
+
+    @contextlib.contextmanager
+    def _copying(self, call: Call, pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+        """Copy what is this rank's own into results, while the block queues decoding.
+
+        Decoding out of peers' memory waits for links: copies run at the same time.
+        """
+
+        def copy() -> None:
+            for to, x in pairs:
+                tensors.put(to, x)
+
+        if not pairs or self._calls.route.learns or call.events is not None:
+            copy()
+            yield
+            return
+        copied = self._calls.queue(self._like, copy, beside=True)
+        try:
+            yield
+        finally:
+            copied()
+
+
+class AllGather(_Gathering):
     """``call(x, out)``: ``out``, shape ``(world_size * n,)``, gets the tensors of all ranks.
 
     ``x`` may be this rank's share of ``out``.
@@ -91,13 +118,14 @@ class AllGather(Prepared):
                     kept.note(xs)
             self._exchange(slot, call, 0, message)
             wanted: list[Any] = [share for row in rows for share in row]
+            copies: list[tuple[Any, Any]] = []
             if self._calls.codec.lossless:
                 first = self._rank * len(xs)
                 wanted[first : first + len(xs)] = [None] * len(xs)
-                for own, values in zip(rows[self._rank], xs, strict=True):
-                    if not tensors.same_memory(own, values):
-                        tensors.put(own, values)
-            self._decode(slot, call, 0, wanted)
+                own = zip(rows[self._rank], xs, strict=True)
+                copies = [(to, x) for to, x in own if not tensors.same_memory(to, x)]
+            with self._copying(call, copies):
+                self._decode(slot, call, 0, wanted)
             call.raw_bytes += (self._ranks - 1) * sum(part.nbytes for part in self._parts)
 
         return body
@@ -110,7 +138,7 @@ class AllGather(Prepared):
         return kept.memory(exchange.layouts[self._rank], self._like)
 
 
-class AllToAll(Prepared):
+class AllToAll(_Gathering):
     """``call(x, out)``: share i of ``out`` is share ``rank`` of rank i's ``x``."""
 
     collective = "all_to_all"
@@ -157,9 +185,9 @@ class AllToAll(Prepared):
             given = [Given(s[j], j, part) for j in ranks if j != me for part, s in enumerate(sent)]
             self._encode(slot, call, 0, given)
             self._exchange(slot, call, 0)
-            for own, into in zip(sent, got, strict=True):
-                tensors.put(into[me], own[me])
-            self._decode(slot, call, 0, [None if i == me else g[i] for i in ranks for g in got])
+            with self._copying(call, [(g[me], s[me]) for s, g in zip(sent, got, strict=True)]):
+                wanted = [None if i == me else g[i] for i in ranks for g in got]
+                self._decode(slot, call, 0, wanted)
             nbytes = sum(part.nbytes for part in self._parts)
             call.raw_bytes += (self._ranks - 1) * nbytes // self._ranks
 
