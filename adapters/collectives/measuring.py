@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import statistics
 import time
@@ -22,7 +23,7 @@ from . import tensors
 from .agreement import opened, with_checksum
 from .calls import Call, TraceRecord
 from .cost import Choice
-from .path_selection import Measured
+from .path_selection import UNEQUAL, Measured
 from .session import Session
 from .steps import Steps
 
@@ -61,14 +62,18 @@ def measure(
     """Time the paths of a collective of `comm`; every rank gets the same numbers.
 
     `like` is an array of their library and device, of which `info` travels; `source` is its dtype
-    if that is another, `topology` that of a sum, else "".
+    if that is another, `topology` that of a sum, else "". The collective `UNEQUAL` is an all-to-all
+    whose parts differ, and differ from call to call.
     """
     session = steps.session
     call = _call(session, collective, info)
     named = {"topology": topology} if topology else {}
     if source is not None and source != info.dtype:
         named["wire"] = info.dtype.name
-    run = functools.partial(getattr(comm, collective), **named)
+    if collective == UNEQUAL:
+        run = _unequal(comm)
+    else:
+        run = functools.partial(getattr(comm, collective), **named)
     with _apart(session), call.stage("measure"):
         # Ranks with other tensors would take other paths.
         digests = [call.digest(info, info.shape)] * session.size
@@ -123,6 +128,37 @@ def measure_messages(
     return Measured(sizes[: len(rows)], rows, 0, ratio)
 
 
+def _unequal(comm: Communicator) -> Callable[..., Any]:
+    """All-to-alls of parts that are up to three times as long as others, other ones each time.
+
+    Each rank sends and receives as many elements as it would in equal parts.
+    """
+    calls = itertools.count()
+
+    def run(x: Any, out: Any = None) -> Any:
+        number = next(calls)
+        rows = [uneven(x.shape[0], comm.world_size, r, number) for r in range(comm.world_size)]
+        receives = [row[comm.rank] for row in rows]
+        return comm.all_to_all(x, out, send_splits=rows[comm.rank], receive_splits=receives)
+
+    return run
+
+
+def uneven(nelem: int, ranks: int, rank: int, number: int) -> list[int]:
+    """How many of `nelem` elements, a multiple of `ranks`, a rank sends to each in a timed call.
+
+    Other ranks send as many to it in all. Calls of another `number` have other parts, as those of a
+    program have: what is planned for one is of no use to the next.
+    """
+    each = nelem // ranks
+    more = max(each // 2 - number, 0)
+    counts = [each] * ranks
+    for peer in range(0, ranks - 1, 2):
+        counts[(rank + peer) % ranks] += more
+        counts[(rank + peer + 1) % ranks] -= more
+    return counts
+
+
 def _call(session: Session, collective: str, info: ArrayInfo) -> Call:
     call = Call(session.rank, collective, session.counts["group"], "", session.name)
     call.text = f"{info.dtype.name} {info.shape} {collective}"
@@ -154,13 +190,15 @@ def _timed(
     most = _MOST_GPU if cuda else _MOST_HOST
     gathered = session.size if collective == "all_gather" else 1
     sizes = tuple(n for n in sizes if n * gathered <= most) or sizes[:2]
+    # Parts of unequal sizes are not cut into pieces.
+    paths = _PATHS[:2] if collective == UNEQUAL else _PATHS
     rows: list[list[float]] = []
     for nbytes in sizes:
         start = time.perf_counter()
         n = nbytes // info.dtype.itemsize // session.size * session.size
         bits = tensors.random_normal(n, source, like)
         row = []
-        for choice in _PATHS:
+        for choice in paths:
             with session.paths.forced(choice):
                 row.append(_time(run, steps, bits, collective != "broadcast"))
             if choice.algorithm == "compressed":
@@ -171,7 +209,7 @@ def _timed(
         if not _goes_on(sizes, len(rows), spent, session.measuring_left):
             break
     ratio = record.wire_bytes / record.raw_bytes if record.raw_bytes else 1.0
-    found = session.transport.empty(8 * (3 * len(rows) + 1))
+    found = session.transport.empty(8 * (len(paths) * len(rows) + 1))
     table = np.array([*np.ravel(rows), ratio])
     found[:] = tensors.on_device(table.view(np.uint8), tensors.device_of(found))
     values = tensors.view(found, BY_NAME["float64"])
@@ -179,7 +217,7 @@ def _timed(
     agreed = arrays.host_array(values)
     digests = [call.digest_of(agreed.tobytes(), info)] * session.size
     steps.comparisons.compare(call, like, digests, digests, "measure", "have other measurements")
-    times = agreed[:-1].reshape(-1, 3).tolist()
+    times = agreed[:-1].reshape(-1, len(paths)).tolist()
     return Measured(sizes[: len(rows)], times, _PIECES, float(agreed[-1]))
 
 

@@ -27,6 +27,8 @@ _MOST = 4096
 _KEPT = 100
 #: Collectives whose native calls may skip the question.
 SUMS = ("reduce_scatter", "all_reduce")
+#: An all-to-all of unequal parts, as what is measured.
+UNEQUAL = "all_to_all_v"
 _FAST = ("all_gather", "all_to_all", *SUMS)
 _MOST_PIECES = 8
 #: Seconds that all measurements of a communicator may take. After that two sizes are timed.
@@ -41,7 +43,7 @@ _WORST = 1.5
 class Measured(NamedTuple):
     """Seconds of native, compressed and pipelined path by bytes of a rank's input.
 
-    Messages have no pipelined path.
+    Messages and all-to-alls of unequal parts have no pipelined path.
     """
 
     sizes: tuple[int, ...]
@@ -147,19 +149,19 @@ class PathSelection:
         """The path of an all-to-all in which every rank knows sizes of its own only.
 
         The largest input of all ranks decides, in the last such call: its descriptors have told it.
-        Before the first one `tell` makes them. All-to-alls of equal shares are what is timed.
+        Before the first one `tell` makes them. `measure` times all-to-alls of unequal parts.
         """
         if self._forced is not None:
             return self._forced
         name, dtype = self._codec.name, info.dtype.name
         if not self._gains(info.dtype, _LARGE // info.dtype.itemsize):
             return Choice("native", 1, 0.0, 0.0, f"{name} gains nothing on {dtype}")
-        key = "all_to_all ", dtype, _place(x)
+        key = f"{UNEQUAL} ", dtype, _place(x)
         row = info._replace(shape=info.shape[1:])
         if dtype not in self._largest:
             tell()
         if key not in self._models:
-            self._models[key] = _model(measure("all_to_all", x, row, None, ""))
+            self._models[key] = _model(measure(UNEQUAL, x, row, None, ""))
         return self._chosen(key, self._models[key], _rounded(self._largest[dtype]), info.dtype, 1)
 
     def choose_message(

@@ -188,6 +188,41 @@ def test_unequal_all_to_alls_follow_the_largest_rank(network: type[Slow]) -> Non
     assert paths == [[large, large, large, "native"]] * 3
 
 
+class EqualIsFree(Slow):
+    """A network on which bytes cost nothing if parts are equal."""
+
+    def all_to_all(self, out: Any, x: Any) -> None:
+        self._takes(0)
+        ThreadTransport.all_to_all(self, out, x)
+
+
+def test_unequal_all_to_alls_are_measured_themselves() -> None:
+    """By equal parts native calls take hardly any time, which says nothing of unequal ones."""
+
+    def task(comm: tw.Communicator) -> list[str]:
+        splits = [[3 * MIB // 4, MIB // 4], [MIB // 4, MIB // 4]]
+        sends, receives = splits[comm.rank], [row[comm.rank] for row in splits]
+        x = weights(comm.rank, 2 * sum(sends))
+        out = comm.all_to_all(x, send_splits=sends, receive_splits=receives)
+        assert out.shape == (sum(receives),)
+        comm.all_to_all(weights(comm.rank, 2 * MIB))
+        return [record.algorithm.split(",")[0] for record in comm.trace()]
+
+    assert on(EqualIsFree, 2, task) == [["all-to-all", "native"]] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("each", [0, 1, 5, 1000])
+def test_parts_that_are_timed_differ(ranks: int, each: int) -> None:
+    for number in range(3):
+        rows = np.array([measuring.uneven(each * ranks, ranks, r, number) for r in range(ranks)])
+        assert (rows >= 0).all()
+        assert (rows.sum(0) == each * ranks).all()
+        assert (rows.sum(1) == each * ranks).all()
+        if ranks > 1 and each == 1000:
+            assert (rows.max(), rows.min()) == (1500 - number, 500 + number)
+
+
 def test_another_message_is_refused_before_anything_is_timed() -> None:
     def task(comm: tw.Communicator) -> str:
         if comm.rank == 0:
