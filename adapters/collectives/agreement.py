@@ -54,15 +54,20 @@ def agree(call: Call, gather: Callable[[Bytes], Bytes], facts: str) -> None:
 
     `gather` is `gather_plain` of these ranks.
     """
-    mine = facts.encode()
-    length = np.array([len(mine)], np.int64).view(np.uint8)
-    longest = int(gather(length).view(np.int64).max())
-    padded = np.frombuffer(bytearray(mine.ljust(longest)), np.uint8)
-    texts = [row.tobytes().decode().rstrip() for row in gather(padded)]
+    texts = gather_texts(gather, facts)
     groups = {text: [r for r, t in enumerate(texts) if t == text] for text in texts}
     if len(groups) > 1:
         found = "; ".join(f"ranks {ranks}: {text}" for text, ranks in groups.items())
         raise call.failure("agree", f"ranks differ: {found}")
+
+
+def gather_texts(gather: Callable[[Bytes], Bytes], text: str) -> list[str]:
+    """The texts of all ranks, without spaces at their ends; `gather` as in `agree`."""
+    mine = text.encode()
+    length = np.array([len(mine)], np.int64).view(np.uint8)
+    longest = int(gather(length).view(np.int64).max())
+    padded = np.frombuffer(bytearray(mine.ljust(longest)), np.uint8)
+    return [row.tobytes().decode().rstrip() for row in gather(padded)]
 
 
 def _checksum(data: Bytes) -> Bytes:

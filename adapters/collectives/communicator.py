@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self, TypeVar, cast
 
@@ -132,11 +133,15 @@ class Communicator:
             not name one.
         scaling: For mx with ``scale_rule="agreed"``: how the scales of sums over hops follow the
             sums. None is ``AutoScale()``.
+        measurements: With ``"auto"``: a file in which measurements are kept for the next program on
+            the same machines, by ``KeptMeasurements``. Needs the package filelock. None: nothing is
+            kept.
         name: What ``running_calls`` and errors call the communicator; ranks need not agree.
 
     Raises:
-        CollectiveError: On each rank, if ranks differ in format, codec or parameters, and by calls
-            that fail after anything was sent; ``out`` is then undefined.
+        CollectiveError: On each rank, if ranks differ in format, codec or parameters, if
+            ``measurements`` cannot be read on one, and by calls that fail after anything was sent;
+            ``out`` is then undefined.
         TypeError: If an argument has a wrong type; here and by calls before anything is sent.
         ValueError: If a value is not allowed, the codec takes a parameter from the shape of
             tensors, or it does not decode to what was encoded (``round_trips``).
@@ -168,6 +173,7 @@ class Communicator:
         seed: int = 0,
         topology: Topology = "two-shot",
         scaling: AutoScale | None = None,
+        measurements: str | os.PathLike[str] | None = None,
         name: str = "",
     ) -> None:
         """Made by all ranks together, which compare format, codec and parameters."""
@@ -182,6 +188,7 @@ class Communicator:
             seed=seed,
             topology=topology,
             scaling=scaling,
+            measurements=measurements,
             name=name,
         )
         self._session = Session(transport, codec, options)

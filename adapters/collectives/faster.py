@@ -11,6 +11,7 @@ import numpy as np
 from ..transports.base import Transport
 from . import tensors
 from .agreement import gather_plain
+from .kept_measurements import KeptMeasurements
 
 #: Seconds that the measurements of a group may take in all.
 BUDGET = 2.0
@@ -31,12 +32,20 @@ class Faster:
             the way that was faster for those that were, taken together, and ours if none was.
         again: Calls of a key after which it is measured again.
         warm: Calls before those that are timed, of each way.
+        kept: Measurements of earlier programs, by the text of keys. None: there are none.
     """
 
     def __init__(
-        self, transport: Transport, *, budget: float = BUDGET, again: int = AGAIN, warm: int = 2
+        self,
+        transport: Transport,
+        *,
+        budget: float = BUDGET,
+        again: int = AGAIN,
+        warm: int = 2,
+        kept: KeptMeasurements | None = None,
     ) -> None:
         self._transport = transport
+        self._kept = kept
         self._warm = warm
         self._left = budget
         self._again = again
@@ -58,9 +67,19 @@ class Faster:
         """
         verdict = self._verdicts.get(key)
         if verdict is None or verdict[1] <= 0:
-            verdict = self._verdicts[key] = [self._measured(key, native, ours, like), self._again]
+            known = self._of_earlier(key) if verdict is None else None
+            found = self._measured(key, native, ours, like) if known is None else known
+            verdict = self._verdicts[key] = [found, self._again]
         verdict[1] -= 1
         return bool(verdict[0])
+
+    def _of_earlier(self, key: Hashable) -> bool | None:
+        """What an earlier program has found of a key; None if it has not measured it."""
+        found = None if self._kept is None else self._kept.get(str(key))
+        if found is None:
+            return None
+        self.seconds[key] = found[0], found[1]
+        return _gains_nothing(self.seconds[key])
 
     def _measured(
         self, key: Hashable, native: Callable[[], object], ours: Callable[[], object], like: Any
@@ -82,6 +101,8 @@ class Faster:
         every = gather_plain(self._transport, mine.view(np.uint8)).view(np.float64)
         found = float(every[:, 0].max()), float(every[:, 1].max())
         self.seconds[key] = found
+        if self._kept is not None:
+            self._kept.put(str(key), list(found))
         self._left -= self._slowest(time.perf_counter() - start)
         return _gains_nothing(found)
 

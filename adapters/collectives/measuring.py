@@ -23,7 +23,7 @@ from . import tensors
 from .agreement import opened, with_checksum
 from .calls import Call, TraceRecord
 from .cost import Choice
-from .path_selection import UNEQUAL, Measured
+from .path_selection import UNEQUAL, Measured, place_of
 from .session import Session
 from .steps import Steps
 
@@ -66,6 +66,11 @@ def measure(
     whose parts differ, and differ from call to call.
     """
     session = steps.session
+    what = [info.dtype.name] if source is None else [source.name, info.dtype.name]
+    key = " ".join([collective, topology, *what, place_of(like)])
+    kept = _kept(session, key)
+    if kept is not None:
+        return kept
     call = _call(session, collective, info)
     named = {"topology": topology} if topology else {}
     if source is not None and source != info.dtype:
@@ -78,7 +83,9 @@ def measure(
         # Ranks with other tensors would take other paths.
         digests = [call.digest(info, info.shape)] * session.size
         steps.comparisons.compare(call, like, digests, digests, "measure")
-        return _timed(run, steps, call, like, info, source or info.dtype)
+        found = _timed(run, steps, call, like, info, source or info.dtype)
+    _keep(session, key, found)
+    return found
 
 
 def tell_sizes(steps: Steps, x: Any, info: ArrayInfo) -> None:
@@ -100,6 +107,12 @@ def measure_messages(
     Both ranks call it, and get the same numbers: those of the sender, which waits until each
     message has arrived.
     """
+    sender = session.rank if sends else peer
+    receiver = peer if sends else session.rank
+    key = f"message to {receiver} {info.dtype.name} {place_of(like)}"
+    kept = _kept(session, key, sender)
+    if kept is not None:
+        return kept
     call = _call(session, "send" if sends else "recv", info)
     cuda = tensors.is_cuda(like)
     sizes = _MESSAGES_GPU if cuda else _MESSAGES_HOST
@@ -125,7 +138,20 @@ def measure_messages(
             *row, ratio, again = _told(session, said, peer, sends).tolist()
             rows.append(row)
             more = bool(again)
-    return Measured(sizes[: len(rows)], rows, 0, ratio)
+    found = Measured(sizes[: len(rows)], rows, 0, ratio)
+    _keep(session, key, found, sender)
+    return found
+
+
+def _kept(session: Session, key: str, owner: int = 0) -> Measured | None:
+    """What an earlier program, or a communicator before, has measured, if it is kept."""
+    found = None if session.measurements is None else session.measurements.get(key, owner)
+    return None if found is None else Measured(tuple(found[0]), *found[1:])
+
+
+def _keep(session: Session, key: str, found: Measured, owner: int = 0) -> None:
+    if session.measurements is not None:
+        session.measurements.put(key, list(found), owner)
 
 
 def _unequal(comm: Communicator) -> Callable[..., Any]:

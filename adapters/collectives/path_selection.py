@@ -135,7 +135,7 @@ class PathSelection:
             return self._natively(collective, x, choice, wire, topology)
         # Natively the dtype that x has is what is summed.
         pair = dtype if source is None or wire is None else f"{source.name} as {dtype}"
-        key = f"{collective} {topology}", pair, _place(x)
+        key = f"{collective} {topology}", pair, place_of(x)
         model = self._models.get(key)
         if model is None:
             model = self._models[key] = _model(measure(collective, x, info, source, topology))
@@ -156,7 +156,7 @@ class PathSelection:
         name, dtype = self._codec.name, info.dtype.name
         if not self._gains(info.dtype, _LARGE // info.dtype.itemsize):
             return Choice("native", 1, 0.0, 0.0, f"{name} gains nothing on {dtype}")
-        key = f"{UNEQUAL} ", dtype, _place(x)
+        key = f"{UNEQUAL} ", dtype, place_of(x)
         row = info._replace(shape=info.shape[1:])
         if dtype not in self._largest:
             tell()
@@ -180,7 +180,7 @@ class PathSelection:
         name, dtype = self._codec.name, info.dtype.name
         if not self._gains(info.dtype, nelem):
             return Choice("native", 1, 0.0, 0.0, f"{name} gains nothing on {dtype}")
-        key = pair, dtype, _place(x)
+        key = pair, dtype, place_of(x)
         model = self._models.get(key)
         if model is None:
             model = self._models[key] = _model(measure())
@@ -285,8 +285,8 @@ class PathSelection:
         return self._seen(pair).ratio(self._codec.name, dtype.name, nbytes)
 
 
-def _place(x: Any) -> str:
-    """What a model is of: ranks have devices of their own, and the host's memory is one."""
+def place_of(x: Any) -> str:
+    """Where what is measured is: ranks have devices of their own, and the host's memory is one."""
     return "gpu" if tensors.is_cuda(x) else "host"
 
 

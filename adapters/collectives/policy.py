@@ -51,6 +51,7 @@ class Rule:
             travel in sums. None: their own.
         algorithm: As in ``tightwire.Communicator``.
         topology: As in ``tightwire.Communicator``.
+        measurements: As in ``tightwire.Communicator``.
 
     Raises:
         TypeError: If a value has a wrong type.
@@ -65,6 +66,7 @@ class Rule:
     wire: str | None = None
     algorithm: Algorithm = "compressed"
     topology: Topology = "two-shot"
+    measurements: str | None = None
 
     def __post_init__(self) -> None:
         """Check what is given."""
@@ -102,6 +104,7 @@ class Rule:
             self.codec or "raw",
             algorithm=self.algorithm,
             topology=self.topology,
+            measurements=self.measurements,
             name=name,
         )
 

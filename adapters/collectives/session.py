@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from .arguments import check_round_trips
 from .auto_scale import AutoScale, Scaling, scaling_of
 from .calls import Call, TraceRecord
 from .cost import Choice
+from .kept_measurements import KeptMeasurements, check_measurements
 from .path_selection import ALGORITHMS, BUDGET, SUMS, Algorithm, PathSelection
 from .work_memory import WorkMemory
 
@@ -69,6 +71,7 @@ class Options:
     seed: int = 0
     topology: Topology = "two-shot"
     scaling: AutoScale | None = None
+    measurements: str | os.PathLike[str] | None = None
     name: str = ""
 
     def check(self) -> None:
@@ -89,6 +92,7 @@ class Options:
             raise ValueError(f"verify is {self.verify!r}; allowed: False, True, 'digest'")
         if self.verify == "digest" and not self.checksum:
             raise ValueError("verify is 'digest', checksum False; allowed with it: checksum=True")
+        check_measurements(self.measurements, "algorithm", self.algorithm)
         if not isinstance(self.name, str):
             raise TypeError(f"name is {self.name!r}; allowed: a string")
 
@@ -166,6 +170,8 @@ class Session:
         self.fixed = not any(
             self.memory.plan(BY_NAME[name], _NAMED).dynamic_stride for name in self.codec.dtypes
         )
+        #: Of earlier programs, if the user wants them.
+        self.measurements: KeptMeasurements | None = None
         self.topology: Topology = options.topology
         self.scaling: Scaling | None = scaling_of(options.scaling, self.codec.spec, self.size)
         self._options = options
@@ -188,10 +194,17 @@ class Session:
         }
         if self.scaling is not None:
             facts["scaling"] = options.scaling or AutoScale()
+        if options.measurements is not None:
+            facts["measurements"] = "kept"
         text = ", ".join(f"{name} {value}" for name, value in facts.items())
         call = Call(self.rank, "Communicator", 0, "", self.name)
         with running.noted(call), call.stage("agree"):
             agree(call, self.gather_plain, text)
+        if options.measurements is not None and self.size > 1:
+            about = f"{facts['codec']}, checksum {self.checksum}, sizes {options.sizes}"
+            about += f", digests {self.digests}"
+            place = options.measurements, self.transport, about
+            self.measurements = KeptMeasurements(*place, self.name)
 
     def trace(self, last: int | None = None) -> list[TraceRecord]:
         """Records of the last calls, oldest first; of all that are remembered if `last` is None."""

@@ -568,8 +568,9 @@ def compress(
             ``"network"`` sends messages of a size that earlier ones taught; by ``"peers"`` the GPUs
             of a host read one another's memory; ``"auto"`` takes peers where it can, measures, and
             leaves calls to the process group for as long as that is faster. With these the
-            only other arguments are ``gradients``, ``wire``, and ``codec``, ``checksum``, ``seed``
-            and ``keep_nbytes``: bytes of memory for encoded shards. Over the network, a shard that
+            only other arguments are ``gradients``, ``wire``, ``codec``, ``checksum``, ``seed``,
+            with ``"auto"`` ``measurements``, which is as in ``Communicator``, and
+            ``keep_nbytes``: bytes of memory for encoded shards. Over the network, a shard that
             has not changed since the last gather is not encoded again, if there is memory for it.
             None: 256 MiB on the host, where shards are compared with copies, and 0, which keeps
             nothing, on a GPU. There nothing is compared: what forward has sent is sent again by the

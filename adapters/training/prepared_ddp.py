@@ -76,9 +76,9 @@ class PreparedDdpHook(PreparedHook, Closing):
         if x.layout != torch.strided or not x.dtype.is_floating_point:
             raise TypeError(f"x is {x.dtype}, {x.layout}; allowed: dense floating-point tensors")
         # Each bucket has slots of its own, so that none waits for another.
-        key = x.device, x.numel(), x.dtype, bucket.index()
-        scale = 1 / self._group.size()
         wire = self._wire if x.dtype == torch.float32 else None
+        key = x.device, x.numel(), x.dtype, wire, bucket.index()
+        scale = 1 / self._group.size()
 
         def ours() -> None:
             copy = x.clone()

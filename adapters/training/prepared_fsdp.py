@@ -262,8 +262,8 @@ class PreparedScatter(PreparedHook):
         """Fill `output`, shape (n,), with this rank's share of the sum of `x`."""
         kind, factor = kind_and_factor(op)
         scale = {dist.ReduceOp.SUM: None, dist.ReduceOp.AVG: 1 / group.size()}.get(kind, factor)
-        wide = x.dtype == torch.float32 and self._wire is not None
-        key = x.device, x.numel(), x.dtype, scale
+        wire = self._wire if x.dtype == torch.float32 else None
+        key = x.device, x.numel(), x.dtype, scale, wire
         # Also where this module's sums are judged at once: gathers are not.
         in_backward = self._end.ask()
         with self._lock:
@@ -274,8 +274,8 @@ class PreparedScatter(PreparedHook):
                 lambda calls: calls.reduce_scatter(
                     x,
                     scale=scale,
-                    wire=self._wire if wide else None,
-                    dtype="float32" if wide else None,
+                    wire=wire,
+                    dtype=None if wire is None else "float32",
                 ),
             )
 

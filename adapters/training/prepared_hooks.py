@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ..collectives.faster import Faster
+from ..collectives.kept_measurements import KeptMeasurements, check_measurements
 from ..collectives.prepared import PreparedCalls
 from ..collectives.prepared_work import Work
 from ..collectives.recorded import BEFORE
@@ -36,6 +37,8 @@ def check_route(route: Any, options: Mapping[str, Any], others: Sequence[str] = 
     if route not in ROUTES:
         raise ValueError(f"route is {route!r}; allowed: {ROUTES}")
     allowed = (*_OPTIONS, *others)
+    if route == "auto":
+        allowed = (*allowed, "measurements")
     strange = sorted(set(options) - set(allowed))
     if route != "exact" and strange:
         raise TypeError(f"options are {strange}; allowed with route {route!r}: {allowed}")
@@ -108,13 +111,27 @@ class PreparedHook:
 
     Args:
         route: How bytes travel.
+        measurements: With the route "auto": a file in which measurements are kept, as in
+            ``Communicator``.
         **options: Arguments of ``PreparedCalls``.
+
+    Raises:
+        TypeError: If ``measurements`` is not a path.
+        ValueError: If it is given with another route.
     """
 
     #: How errors name it.
     purpose = ""
 
-    def __init__(self, route: Route, **options: Any) -> None:
+    def __init__(
+        self,
+        route: Route,
+        *,
+        measurements: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        check_measurements(measurements, "route", route)
+        self._measurements = measurements
         self._route = route
         self._options = options
         self._calls: dict[Any, PreparedCalls] = {}
@@ -156,9 +173,19 @@ class PreparedHook:
             )
             self._calls[group] = calls
             if self._route == "auto":
-                self.switches[group] = Faster(transport, warm=BEFORE + depth)
+                kept = self._earlier(calls)
+                self.switches[group] = Faster(transport, warm=BEFORE + depth, kept=kept)
         found = self._prepared[(group, *key)] = make(calls)
         return found
+
+    def _earlier(self, calls: PreparedCalls) -> KeptMeasurements | None:
+        """What earlier programs have measured of such calls; all ranks ask."""
+        path = self._measurements
+        calls.agreed("measurements", "kept" if path is not None else "not kept")
+        if path is None or calls.world_size == 1:
+            return None
+        about = f"{self.purpose}, {calls.codec!r}, {calls.route.name}, checksum {calls.checksum}"
+        return KeptMeasurements(path, calls.transport, about, self.purpose)
 
     def _repeats(self, group: Any, what: Hashable) -> bool:
         """Say what a call is about that is made once a step. With the first of them a step begins.
@@ -188,7 +215,8 @@ class PreparedHook:
     ) -> bool:
         """Whether the network's own call is the faster one; never if a route was asked for."""
         switch = self.switches.get(group)
-        if switch is None or not switch.native(key, native, ours, like):
+        # Ranks call their devices by other numbers.
+        if switch is None or not switch.native((key[0].type, *key[1:]), native, ours, like):
             return False
         # It needs no memory until it is measured again.
         self._prepared[(group, *key)].rest()

@@ -408,7 +408,8 @@ def compress(
             a node are summed as they are, and index and sketch of the sums go between nodes.
         route: How parameters travel, as in ``fsdp.compress``: with another route than ``"exact"``
             by prepared calls, so that the host does not wait for their sizes. Gradients travel as
-            before. Options are ``codec``, ``checksum``, ``seed`` and ``keep_nbytes`` then.
+            before. Options are ``codec``, ``checksum``, ``seed``, ``keep_nbytes`` and, with
+            ``"auto"``, ``measurements`` then.
         **options: Arguments of ``Communicator``.
 
     Returns:
@@ -426,7 +427,8 @@ def compress(
         if node is not None:
             raise ValueError(f"route is {route!r}, node {node}; allowed with node: 'exact'")
         gathers = PreparedGather(route, **options)
-        options.pop("keep_nbytes", None)
+        for own in ("keep_nbytes", "measurements"):
+            options.pop(own, None)
     state, tagc, options = _checked(compress, state, tagc, options)
     modules = fsdp_modules(module)
     scatters = ReduceScatter(tagc, state, node=node, gathers=gathers, **options)

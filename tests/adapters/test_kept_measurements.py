@@ -1,0 +1,365 @@
+"""Measurements of ``algorithm="auto"`` and ``route="auto"`` in files: also what processes run."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tightwire as tw
+from processes import join, launch
+from tightwire.adapters.collectives import measuring
+from tightwire.adapters.collectives.faster import Faster
+from tightwire.adapters.collectives.kept_measurements import KeptMeasurements
+from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
+
+pytest.importorskip("filelock")
+X = np.linspace(0, 1, 6000, dtype=np.float32)
+#: Of both sizes and all paths: the compressed one takes twice as long as the native one, or half.
+NATIVE = [[8192, 65536], [[1e-3, 2e-3, 3e-3], [8e-3, 16e-3, 24e-3]], 4, 0.8]
+COMPRESSED = [[8192, 65536], [[2e-3, 1e-3, 3e-3], [16e-3, 8e-3, 24e-3]], 4, 0.8]
+
+
+class Timed(Counter[str]):
+    """What has been timed, by the rank that is asked."""
+
+    def note(self, rank: int, what: str) -> None:
+        if rank == 0:
+            self[what] += 1
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> Timed:
+    """Has the paths of collectives and of messages measured fast, and counted."""
+    found = Timed()
+    timed, message = measuring._timed, measuring._time_message
+
+    def of_collective(run: Any, steps: Any, call: Any, *rest: Any) -> Any:
+        found.note(steps.session.rank, call.collective)
+        return timed(run, steps, call, *rest)
+
+    def of_message(session: Any, *rest: Any) -> float:
+        found.note(session.rank, "message")
+        return message(session, *rest)
+
+    monkeypatch.setattr(measuring, "_timed", of_collective)
+    monkeypatch.setattr(measuring, "_time_message", of_message)
+    monkeypatch.setattr(measuring, "_MEASURED_HOST", (1 << 12, 1 << 13))
+    monkeypatch.setattr(measuring, "_MESSAGES_HOST", (1 << 12, 1 << 13))
+    return found
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Timed:
+    return watched(monkeypatch)
+
+
+def program(
+    path: Callable[[int], Any], world: int = 2, codec: Any = "zipccl", **options: Any
+) -> list[list[str]]:
+    """A program of some calls on every rank; the paths that they took."""
+
+    def task(transport: ThreadTransport) -> list[str]:
+        own = path(transport.rank)
+        comm = tw.Communicator(transport, codec, algorithm="auto", measurements=own, **options)
+        comm.all_gather(X)
+        comm.all_reduce(X)
+        splits = [[3000 + 100 * r, *[100] * (world - 1)] for r in range(world)]
+        mine, receives = splits[comm.rank], [row[comm.rank] for row in splits]
+        comm.all_to_all(X[: sum(mine)], send_splits=mine, receive_splits=receives)
+        large = np.zeros(1 << 18, np.float32)
+        if comm.rank == 1:
+            comm.send(large, 0)
+        elif comm.rank == 0:
+            comm.recv(large, 1)
+        return [record.algorithm.split(",")[0] for record in comm.trace()]
+
+    found: list[list[str]] = run_ranks(world, task)
+    return found
+
+
+def everywhere(path: Path) -> Callable[[int], Path]:
+    return lambda rank: path
+
+
+def gathers(path: Callable[[int], Any], world: int = 2, **options: Any) -> list[str]:
+    """The path of an all-gather on every rank."""
+
+    def task(transport: ThreadTransport) -> str:
+        own = path(transport.rank)
+        comm = tw.Communicator(transport, algorithm="auto", measurements=own, **options)
+        comm.all_gather(X)
+        return str(comm.trace()[0].algorithm.split(",")[0])
+
+    found: list[str] = run_ranks(world, task)
+    return found
+
+
+def write(path: Path, measured: Any) -> None:
+    """Has the file of rank 0 say this of an all-gather."""
+
+    def task(transport: ThreadTransport) -> None:
+        comm = tw.Communicator(transport, algorithm="auto", measurements=path)
+        assert comm.session.measurements is not None
+        comm.session.measurements.put("all_gather  float32 host", measured)
+
+    run_ranks(2, task)
+
+
+def test_a_second_program_measures_nothing(tmp_path: Path, timed: Timed) -> None:
+    path = tmp_path / "kept"
+    first = program(everywhere(path))
+    kinds = {"all_gather", "all_reduce", "all_to_all_v", "message"}
+    assert set(timed) == kinds
+    timed.clear()
+    assert program(everywhere(path)) == first
+    assert not timed
+    # What a file says decides.
+    write(path, NATIVE)
+    assert gathers(everywhere(path)) == ["native"] * 2
+    write(path, COMPRESSED)
+    assert gathers(everywhere(path)) == ["all-gather"] * 2
+    assert not timed
+
+
+@pytest.mark.parametrize(
+    "change", ["version", "host", "settings", "world", "codec", "parameter", "checksum", "sizes"]
+)
+def test_other_programs_measure_anew(
+    change: str, tmp_path: Path, timed: Timed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = everywhere(tmp_path / "kept")
+    codec = "dynamiq" if change == "parameter" else "zipccl"
+    gathers(path, codec=codec)
+    timed.clear()
+    world = 2
+    options: dict[str, Any] = {"codec": codec}
+    if change == "version":
+        monkeypatch.setattr(tw, "__version__", "another")
+    elif change == "host":
+        monkeypatch.setattr(platform, "node", lambda: "another")
+    elif change == "settings":
+        monkeypatch.setenv("NCCL_DEBUG", "WARN")
+        gathers(path, **options)
+        assert not timed
+        monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    elif change == "world":
+        world = 3
+    elif change == "codec":
+        options["codec"] = "huffman"
+    elif change == "parameter":
+        options["codec"] = tw.codec("dynamiq", bits=6)
+    else:
+        options |= {"checksum": False} if change == "checksum" else {"sizes": "between"}
+    gathers(path, world, **options)
+    assert timed == {"all_gather": 1}
+    timed.clear()
+    gathers(path, world, **options)
+    assert not timed
+    monkeypatch.undo()
+    watched(monkeypatch)
+    # The first ones are still there.
+    gathers(path, codec=codec)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "other", "empty"])
+def test_a_damaged_file_is_measured_anew_and_replaced(
+    damage: str, tmp_path: Path, timed: Timed
+) -> None:
+    path = tmp_path / "kept"
+    write(path, NATIVE)
+    data = path.read_bytes()
+    at = data.index(b"8192")
+    damaged = {
+        "cut": data[:-20],
+        "flipped": data[:at] + b"9" + data[at + 1 :],
+        "other": b"\x00\xff" * 100,
+        "empty": b"",
+    }
+    path.write_bytes(damaged[damage])
+    with pytest.warns(RuntimeWarning, match="kept' is damaged or no file of measurements"):
+        gathers(everywhere(path))
+    assert timed == {"all_gather": 1}
+    timed.clear()
+    gathers(everywhere(path))
+    assert not timed
+
+
+def test_the_file_of_rank_0_decides(tmp_path: Path, timed: Timed) -> None:
+    paths = [tmp_path / name for name in ("native", "compressed", "none")]
+    write(paths[0], NATIVE)
+    write(paths[1], COMPRESSED)
+    timed.clear()
+    assert gathers(lambda rank: paths[rank]) == ["native"] * 2
+    assert gathers(lambda rank: paths[1 - rank]) == ["all-gather"] * 2
+    assert gathers(lambda rank: paths[2 * rank]) == ["native"] * 2
+    assert not timed
+    # What rank 0 does not know is measured by all; then it knows.
+    assert gathers(lambda rank: paths[2 - rank])[0] in ("native", "all-gather")
+    assert timed == {"all_gather": 1}
+    gathers(lambda rank: paths[2 - rank])
+    assert timed == {"all_gather": 1}
+
+
+def test_the_file_of_the_sender_has_its_messages(tmp_path: Path, timed: Timed) -> None:
+    def mine(rank: int) -> Path:
+        return tmp_path / f"kept {rank}"
+
+    first = program(mine)
+    assert "message" not in mine(0).read_text()
+    assert "message to 0" in mine(1).read_text()
+    timed.clear()
+    assert program(mine) == first
+    assert not timed
+    mine(1).unlink()
+    program(mine)
+    assert set(timed) == {"message"}
+
+
+def test_a_file_that_cannot_be_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    strange = {"missing": tmp_path / "nowhere" / "kept", "folder": tmp_path}
+    for what in strange.values():
+
+        def task(transport: ThreadTransport, what: Path = what) -> str:
+            path = what if transport.rank == 1 else tmp_path / "kept"
+            with pytest.raises(tw.CollectiveError) as caught:
+                tw.Communicator(transport, algorithm="auto", measurements=path)
+            return str(caught.value)
+
+        for text in run_ranks(3, task):
+            assert f"rank 1: measurements is {str(what)!r}" in text
+    with pytest.raises(TypeError, match="measurements is 5; allowed: the path of a file"):
+        run_ranks(1, lambda t: tw.Communicator(t, algorithm="auto", measurements=5))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="algorithm 'native'; allowed with it: 'auto'"):
+        run_ranks(1, lambda t: tw.Communicator(t, algorithm="native", measurements="x"))
+
+    def differ(transport: ThreadTransport) -> None:
+        path = tmp_path / "kept" if transport.rank else None
+        with pytest.raises(tw.CollectiveError, match="ranks differ"):
+            tw.Communicator(transport, algorithm="auto", measurements=path)
+
+    run_ranks(2, differ)
+    # One rank measures nothing.
+    run_ranks(1, lambda t: tw.Communicator(t, algorithm="auto", measurements="/nowhere/x"))
+
+
+def test_what_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    def task(transport: ThreadTransport) -> Any:
+        kept = KeptMeasurements(tmp_path / "kept", transport, "")
+        transport.barrier()
+        if transport.rank == 0:
+            (tmp_path / "kept").mkdir()
+        transport.barrier()
+        kept.put("a", [1.5, 2])
+        return kept.get("a")
+
+    with pytest.warns(RuntimeWarning, match="is not kept in .*the next program measures anew"):
+        assert run_ranks(2, task) == [[1.5, 2]] * 2
+
+
+def test_programs_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+    def task(transport: ThreadTransport) -> None:
+        kept = KeptMeasurements(tmp_path / "kept", transport, "")
+        for n in range(10):
+            # Each rank is the owner of some.
+            for owner in range(transport.world_size):
+                kept.put(f"{owner} {n}", n, owner)
+
+    run_ranks(4, task)
+
+    def read(transport: ThreadTransport) -> None:
+        kept = KeptMeasurements(tmp_path / "kept", transport, "")
+        for owner in range(4):
+            assert [kept.get(f"{owner} {n}", owner) for n in range(10)] == list(range(10))
+        other = KeptMeasurements(tmp_path / "kept", transport, "something else")
+        assert other.get("0 0") is None
+
+    run_ranks(4, read)
+
+
+def test_what_is_faster_is_kept(tmp_path: Path) -> None:
+    made: list[str] = []
+
+    def task(transport: ThreadTransport) -> list[bool]:
+        kept = KeptMeasurements(tmp_path / "kept", transport, "")
+        switch = Faster(transport, again=3, kept=kept)
+        way = {name: lambda name=name: made.append(name) for name in ("native", "ours")}
+        key = ("cpu", 5)
+        return [switch.native(key, way["native"], way["ours"], X) for _ in range(3)]
+
+    first = run_ranks(2, task)
+    assert first[0] == first[1]
+    assert made
+    made.clear()
+    assert run_ranks(2, task) == first
+    assert not made
+
+    def again(transport: ThreadTransport) -> None:
+        kept = KeptMeasurements(tmp_path / "kept", transport, "")
+        switch = Faster(transport, again=1, kept=kept)
+        for _ in range(2):
+            switch.native(("cpu", 5), lambda: made.append("native"), lambda: None, X)
+
+    run_ranks(2, again)
+    # Not for ever.
+    assert made
+
+
+def everything(device: Any) -> list[Any]:
+    """What a rank of a real group measures: by a communicator and by hooks."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    from tightwire import ddp, fsdp
+    from tightwire.adapters.transports.torch_dist import TorchDist
+
+    with pytest.MonkeyPatch.context() as patch:
+        timed = watched(patch)
+        measured = Faster._measured
+
+        def noted(self: Faster, *what: Any) -> bool:
+            timed.note(dist.get_rank(), "hook")
+            return measured(self, *what)
+
+        patch.setattr(Faster, "_measured", noted)
+        # Ranks have files of their own, which the next program finds.
+        path = Path(sys.argv[-1]).parents[1] / f"kept {dist.get_rank()}"
+        comm = tw.Communicator(TorchDist(dist.new_group()), algorithm="auto", measurements=path)
+        comm.all_gather(torch.ones(3000))
+        model = torch.nn.Linear(64, 64)
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fsdp.compress(model, route="auto", measurements=path)
+        model(torch.ones(2, 64)).sum().backward()
+        other = DistributedDataParallel(torch.nn.Linear(64, 64))
+        ddp.register(other, route="auto", measurements=path)
+        other(torch.ones(2, 64)).sum().backward()
+        return [dict(timed), comm.trace()[0].algorithm]
+
+
+@pytest.mark.slow
+def test_between_processes(tmp_path: Path) -> None:
+    """The file of rank 1 is lost in between: that of rank 0 decides."""
+    pytest.importorskip("torch")
+    found = []
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        folder.mkdir()
+        found.append(launch(__file__, "everything", 2, folder))
+        (tmp_path / "kept 1").unlink(missing_ok=True)
+    for (timed, path), (timed_again, path_again) in zip(*found, strict=True):
+        assert path_again == path
+        assert not timed_again
+        assert set(timed) in ({"all_gather", "hook"}, set())
+    assert found[0][0][0]["hook"] == 3
+
+
+if __name__ == "__main__":
+    join(globals(), sys.argv[1:])
