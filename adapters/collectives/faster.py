@@ -28,8 +28,8 @@ class Faster:
 
     Args:
         transport: The group's transport.
-        budget: Seconds for all measurements. Then other calls are not measured any more: they go
-            the way that was faster for those that were, taken together, and ours if none was.
+        budget: Seconds for all first measurements. Then other calls are not measured any more: they
+            go the way that was faster for those that were, taken together, and ours if none was.
         again: Calls of a key after which it is measured again.
         warm: Calls before those that are timed, of each way.
         kept: Measurements of earlier programs, by the text of keys. None: there are none.
@@ -47,7 +47,7 @@ class Faster:
         self._transport = transport
         self._kept = kept
         self._warm = warm
-        self._left = budget
+        self._left = self._budget = budget
         self._again = again
         #: By key: whether the other way is taken, and for how many calls.
         self._verdicts: dict[Hashable, list[Any]] = {}
@@ -68,10 +68,18 @@ class Faster:
         verdict = self._verdicts.get(key)
         if verdict is None or verdict[1] <= 0:
             known = self._of_earlier(key) if verdict is None else None
+            if verdict is not None:
+                # Another look, which takes as long as some of the calls since the last.
+                self._left = max(self._left, self._budget / 4)
             found = self._measured(key, native, ours, like) if known is None else known
             verdict = self._verdicts[key] = [found, self._again]
         verdict[1] -= 1
         return bool(verdict[0])
+
+    def look_again(self) -> None:
+        """Have every key be measured again at its next call; on all ranks between the same ones."""
+        for verdict in self._verdicts.values():
+            verdict[1] = 0
 
     def _of_earlier(self, key: Hashable) -> bool | None:
         """What an earlier program has found of a key; None if it has not measured it."""

@@ -109,6 +109,11 @@ class KeptMeasurements:
                 stacklevel=2,
             )
 
+    def look_again(self) -> None:
+        """Forget what is known, so that it is measured and written again; on all ranks."""
+        for known in self._known:
+            known.clear()
+
     def _read(self) -> dict[str, Any]:
         """What is in the file, by group and rank."""
         # A missing package is to be an error of the start.

@@ -234,6 +234,11 @@ class PathSelection:
         before = self._fast.get(key)
         return before if before is not None and before.left > 0 else None
 
+    def look_again(self) -> None:
+        """Forget what was measured and seen; on all ranks between the same calls."""
+        for known in (self._models, self._choices, self._fast, self._ratios):
+            known.clear()
+
     @contextmanager
     def forced(self, choice: Choice) -> Iterator[None]:
         """Take one path whatever the model says."""

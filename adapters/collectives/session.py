@@ -206,6 +206,16 @@ class Session:
             place = options.measurements, self.transport, about
             self.measurements = KeptMeasurements(*place, self.name)
 
+    def look_again(self) -> None:
+        """Have the paths be measured again by the next calls; on all ranks between the same calls.
+
+        That may take as long as the first time.
+        """
+        self.paths.look_again()
+        self.measuring_left = BUDGET
+        if self.measurements is not None:
+            self.measurements.look_again()
+
     def trace(self, last: int | None = None) -> list[TraceRecord]:
         """Records of the last calls, oldest first; of all that are remembered if `last` is None."""
         skipped = 0 if last is None else max(len(self.records) - last, 0)

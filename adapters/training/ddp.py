@@ -31,8 +31,10 @@ from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ...codec import Codec, as_codec
+from ..collectives.communicator import Communicator
 from ..collectives.nodes import AnyCommunicator
 from .error_feedback import ErrorFeedback
 from .hooks import (
@@ -50,6 +52,7 @@ from .hooks import (
     node_communicator,
     trained_device,
 )
+from .leaving import LeftBuckets
 from .prepared_ddp import PreparedDdpHook as PreparedDdpHook
 from .prepared_ddp import prepared_ddp_hook as prepared_ddp_hook
 from .prepared_hooks import Route, check_route
@@ -88,6 +91,26 @@ class DdpHook(Closing):
         self._channel = Channel(comm)
         self.error_feedback = error_feedback
         self._names = names or {}
+        #: Buckets that are left to PyTorch, and the model's process group, if they may be.
+        self.left: LeftBuckets | None = None
+        self.group: Any = None
+
+    def _leave_to(self, group: Any) -> None:
+        """Leave buckets to PyTorch where the communicator finds native calls faster.
+
+        `group` is the model's.
+        """
+        comm = self.comm
+        if self.error_feedback is not None or not isinstance(comm, Communicator):
+            return
+        if comm.session.paths.chooses:
+            self.left, self.group = LeftBuckets(comm.session.look_again), group
+
+    def close(self) -> None:
+        """See ``Closing``."""
+        if self.left is not None:
+            self.left.clear()
+        super().close()
 
     def _open(self) -> Iterable[Channel]:
         return [self._channel]
@@ -111,6 +134,10 @@ class DdpHook(Closing):
     def _average(self, bucket: Any) -> None:
         if self.error_feedback is None:
             average(self.comm, bucket.buffer())
+            if self.left is not None:
+                last = self.comm.trace(last=collectives_of_average(self.comm.topology))
+                if last and all(record.algorithm == "native" for record in last):
+                    self.left.leave(bucket)
             return
         parts = [(self._names[p], p.numel()) for p in bucket.parameters()]
         average(self.comm, bucket.buffer(), self.error_feedback, parts)
@@ -140,6 +167,8 @@ def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[to
             RuntimeError of DistributedDataParallel), and a new DistributedDataParallel and
             ``register`` are needed.
     """
+    if state.left is not None and state.left.has(bucket):
+        return allreduce_hook(state.group, bucket)
     gradients = bucket.buffer()
     collectives = collectives_of_average(state.comm.topology)
 
@@ -227,5 +256,6 @@ def register(
         check_gradients(comm.codec)
     names = {p: name for name, p in model.module.named_parameters()}
     state = DdpHook(comm, error_feedback, names)
+    state._leave_to(model.process_group)
     install(model, state, ddp_hook)
     return state

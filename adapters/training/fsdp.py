@@ -70,7 +70,8 @@ from .hooks import (
     scatter,
     wide,
 )
-from .prepared_fsdp import PreparedGather, PreparedScatter, kind_and_factor, param_groups
+from .leaving import Absent, Communication, Kind, Leaving, param_groups
+from .prepared_fsdp import PreparedGather, PreparedScatter, kind_and_factor
 from .prepared_hooks import Route, check_route
 from .sharded import WeightDifferences
 
@@ -97,6 +98,11 @@ class _Hook(Closing):
         self._levels = node, within
         self._channels: dict[Any, Channel] = {}
         self._closed = False
+        #: Of modules that are left to FSDP itself.
+        self.absent = Absent(self._look_again)
+
+    def _look_again(self, group: Any) -> None:
+        self._channels[group].comm.session.look_again()
 
     def _open(self) -> Iterable[Channel]:
         return self._channels.values()
@@ -104,6 +110,7 @@ class _Hook(Closing):
     def close(self) -> None:
         """Close the communicators. Later calls raise CollectiveError; closing twice is fine."""
         self._closed = True
+        self.absent.close()
         super().close()
 
     @property
@@ -119,6 +126,10 @@ class _Hook(Closing):
     def trace(self) -> list[TraceRecord]:
         """Records of the last calls of every communicator, group by group."""
         return [record for c in self._channels.values() for record in c.comm.trace()]
+
+    def _went_natively(self, group: Any) -> bool:
+        """Whether the last call of a process group was native."""
+        return any(r.algorithm == "native" for r in self._channels[group].comm.trace(last=1))
 
     def _run(
         self, group: Any, tensor: Any, call: Callable[[AnyCommunicator], None], collectives: int = 1
@@ -436,6 +447,28 @@ class _Named:
         return self._call(*args, **options, **self._own)
 
 
+class _Leaving:
+    """A hook of one FSDP module, which leaves when its communicator has sent a call natively."""
+
+    def __init__(self, hook: CommHook, module: Any, kind: Kind) -> None:
+        self._hook: Any = hook
+        self._communication = Communication(module, kind)
+        self.own = self._communication.own
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self._hook.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **options: Any
+    ) -> Any:
+        done = self._hook(output_tensor, input_tensor, group, *args, **options)
+        if self._hook._went_natively(group):
+            self._hook.absent.leave(group, [(self._communication, self)])
+        return done
+
+
 class AllReduce(_Hook):
     """Compressed mean over replicas for HSDP, for ``FSDPModule.set_all_reduce_hook``.
 
@@ -567,7 +600,9 @@ def compress(
             the host waits for them. Else prepared calls are made, and the host waits for nothing:
             ``"network"`` sends messages of a size that earlier ones taught; by ``"peers"`` the GPUs
             of a host read one another's memory; ``"auto"`` takes peers where it can, measures, and
-            leaves calls to the process group for as long as that is faster. With these the
+            gives modules FSDP's own communication back for as long as that is faster; with
+            ``"exact"`` the option ``algorithm="auto"`` does so, unless there are nodes, error
+            feedback or weight differences. With these the
             only other arguments are ``gradients``, ``wire``, ``codec``, ``checksum``, ``seed``,
             with ``"auto"`` ``measurements``, which is as in ``Communicator``, and
             ``keep_nbytes``: bytes of memory for encoded shards. Over the network, a shard that
@@ -619,14 +654,17 @@ def compress(
     check_gradients(scatters._alone.codec)
     check_feedback(error_feedback, scatters._alone)
     check_feedback(parameter_feedback, gathers._alone)
+    # Others keep what is lost, or have nodes.
+    simple = node is None and not weight_differences
+    leaves = simple and options.get("algorithm") == "auto"
     for name, m in fsdp_modules(module):
-        own: Any = gathers
+        own: Any = _Leaving(gathers, m, "all_gather") if leaves else gathers
         if isinstance(gathers, DifferenceGather):
             own = gathers.named(name)
         elif parameter_feedback is not None:
             own = gathers.with_feedback(parameter_feedback, f"{name}, parameters", m)
         m.set_custom_all_gather(own)
-        reduce: Any = scatters
+        reduce: Any = _Leaving(scatters, m, "reduce_scatter") if leaves else scatters
         if error_feedback is not None:
             reduce = scatters.with_feedback(error_feedback, name)
         m.set_custom_reduce_scatter(reduce)
@@ -669,9 +707,18 @@ def _compress_prepared(
     codec = options.get("codec", "zipccl") if gradients is None else gradients
     check_gradients(as_codec(codec))
     scatters = PreparedScatter(route, wire, gathers=gathers, **options | {"codec": codec})
+
+    def look_again(group: Any) -> None:
+        gathers.look_again(group)
+        scatters.look_again(group)
+
+    absent = gathers.absent = scatters.absent = Absent(look_again)
     for _, m in fsdp_modules(module):
-        m.set_custom_all_gather(gathers.of(m))
-        m.set_custom_reduce_scatter(scatters.of(m))
+        gather, scatter = gathers.of(m), scatters.of(m)
+        if route == "auto":
+            Leaving(absent, m, gather, scatter)
+        m.set_custom_all_gather(gather)
+        m.set_custom_reduce_scatter(scatter)
     return Hooks(gathers, scatters)
 
 

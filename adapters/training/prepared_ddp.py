@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ..collectives.prepared_work import Work
 from ..collectives.side_stream import SideStream
 from ..errors import CollectiveError
 from .hooks import Channel, Closing, in_backward, raise_at_the_end
+from .leaving import LeftBuckets
 from .prepared_hooks import EndOfBackward, PreparedHook, Route
 
 #: Steps after which the memory of a bucket that has not come again is given back. Several models
@@ -56,6 +58,8 @@ class PreparedDdpHook(PreparedHook, Closing):
         #: Steps so far, and the last one of each bucket.
         self._step = 0
         self._used: dict[Hashable, int] = {}
+        #: Buckets that are left to PyTorch.
+        self.left = LeftBuckets(lambda: self.look_again(group))
         # DistributedDataParallel asks for what copies gradients out of buckets later, with the last
         # bucket, unless its graph is static.
         self._end = EndOfBackward(self._judge)
@@ -69,6 +73,16 @@ class PreparedDdpHook(PreparedHook, Closing):
     def _give_up(self) -> None:
         for calls in self._calls.values():
             calls.give_up()
+
+    @property
+    def group(self) -> Any:
+        """The process group of the model."""
+        return self._group
+
+    def close(self) -> None:
+        """See ``PreparedHook``."""
+        self.left.clear()
+        super().close()
 
     def average(self, bucket: Any) -> Any:
         """A Future of the gradients of a bucket, overwritten with their mean."""
@@ -99,6 +113,8 @@ class PreparedDdpHook(PreparedHook, Closing):
             # Measured on copies: sums of sums would grow.
             if self._native(group, key, lambda: self._mean(x.clone()), ours, x):
                 self._mean(x)
+                self.leaves(group, bucket.index())
+                self.left.leave(bucket)
                 return
             work = reduce(x, x)
             self._count(work)
@@ -154,4 +170,6 @@ def prepared_ddp_hook(
         TypeError: For sparse or complex gradients.
         CollectiveError: If anything goes wrong on the wire; ``backward()`` raises it at its end.
     """
+    if state.left.has(bucket):
+        return allreduce_hook(state.group, bucket)
     return in_backward(state, bucket.buffer(), lambda: state.average(bucket))

@@ -15,6 +15,7 @@ from ...planning import integer
 from ..collectives.kept_messages import Budget, KeptMessage
 from ..collectives.prepared_work import Work
 from ..errors import CollectiveError
+from .leaving import Leaving, param_groups
 from .prepared_hooks import EndOfBackward, Pending, PreparedHook, Route
 from .shard_state import shard_state
 
@@ -69,7 +70,7 @@ class PreparedGather(PreparedHook):
         #: Gathers outside of backward so far.
         self.forwards = 0
 
-    def of(self, module: Any) -> Any:
+    def of(self, module: Any) -> _Gather:
         """This hook for one FSDP module, whose encoded shard may be kept.
 
         Args:
@@ -153,9 +154,15 @@ class PreparedGather(PreparedHook):
         return self.gather(output_tensor, input_tensor, group)
 
     def gather(
-        self, output_tensor: Any, input_tensor: Any, group: Any, kept: KeptMessage | None = None
+        self,
+        output_tensor: Any,
+        input_tensor: Any,
+        group: Any,
+        kept: KeptMessage | None = None,
+        hook: _Gather | None = None,
     ) -> Any:
-        """See ``__call__``; ``kept`` as in ``prepared_gathers.AllGather``."""
+        """See ``__call__``; ``kept`` as in ``prepared_gathers.AllGather``, of a module its hook."""
+        own = None if hook is None else hook.own
         key = input_tensor.device, input_tensor.numel(), input_tensor.dtype
         with self._lock:
             if torch._C._current_graph_task_id() == -1:
@@ -164,15 +171,19 @@ class PreparedGather(PreparedHook):
                 self._made.tell()
             gather = self._get(group, key, lambda calls: calls.all_gather(input_tensor))
 
-            def native() -> None:
-                self._calls[group].transport.all_gather(output_tensor, input_tensor)
+            def native() -> Any:
+                if own is not None:
+                    return own(output_tensor, input_tensor, group)
+                return self._calls[group].transport.all_gather(output_tensor, input_tensor)
 
             def ours() -> None:
                 gather(input_tensor, output_tensor).wait()
 
-            if self._native(group, key, native, ours, input_tensor):
-                native()
-                return None
+            native_is_faster = self._native(group, key, native, ours, input_tensor)
+            if hook is not None and hook.leaving is not None:
+                hook.leaving.found("all_gather", group, native_is_faster)
+            if native_is_faster:
+                return native()
             work = gather(input_tensor, output_tensor, kept)
             self._count(work)
             self._made.append(work)
@@ -190,12 +201,23 @@ class _Gather:
         self._asked = False
         #: From a gather outside of backward to the first one in backward: see ``shard_state``.
         self._span = 0
+        #: PyTorch's own communication, and what this hook leaves with.
+        self.own: Any = None
+        self.leaving: Leaving | None = None
+
+    def leaves(self, group: Any) -> None:
+        """See ``PreparedHook``."""
+        self._hook.leaves(group, self._module)
+        if self._kept is not None:
+            self._kept.free()
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """See ``PreparedGather``."""
-        return self._hook.allocate(size, dtype=dtype, device=device)
+        """As PyTorch's own, where that is known."""
+        owner = self._hook if self.own is None else self.own
+        memory: torch.Tensor = owner.allocate(size, dtype=dtype, device=device)
+        return memory
 
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
@@ -210,7 +232,7 @@ class _Gather:
             self._span += not in_backward
             self._kept.state = shard_state(param_groups(self._module), self._span)
         try:
-            return self._hook.gather(output_tensor, input_tensor, group, self._kept)
+            return self._hook.gather(output_tensor, input_tensor, group, self._kept, self)
         finally:
             # Nobody knows what a later backward follows.
             self._span += in_backward
@@ -250,7 +272,7 @@ class PreparedScatter(PreparedHook):
         self._settled = Pending()
         self._end = EndOfBackward(self._judge)
 
-    def of(self, module: Any) -> Callable[..., None]:
+    def of(self, module: Any) -> _Scatter:
         """This hook for one FSDP module.
 
         Args:
@@ -258,8 +280,9 @@ class PreparedScatter(PreparedHook):
         """
         return _Scatter(self, module)
 
-    def reduce(self, module: Any, output: Any, x: Any, group: Any, op: Any) -> None:
+    def reduce(self, hook: _Scatter, output: Any, x: Any, group: Any, op: Any) -> None:
         """Fill `output`, shape (n,), with this rank's share of the sum of `x`."""
+        module = hook.module
         kind, factor = kind_and_factor(op)
         scale = {dist.ReduceOp.SUM: None, dist.ReduceOp.AVG: 1 / group.size()}.get(kind, factor)
         wire = self._wire if x.dtype == torch.float32 else None
@@ -280,6 +303,9 @@ class PreparedScatter(PreparedHook):
             )
 
             def native() -> None:
+                if hook.own is not None:
+                    hook.own(output, x, group, op)
+                    return
                 self._calls[group].transport.reduce_scatter(output, x)
                 if scale is not None:
                     output.mul_(scale)
@@ -287,7 +313,10 @@ class PreparedScatter(PreparedHook):
             def ours() -> None:
                 scatter(x, output).wait()
 
-            if self._native(group, key, native, ours, x):
+            native_is_faster = self._native(group, key, native, ours, x)
+            if hook.leaving is not None:
+                hook.leaving.found("reduce_scatter", group, native_is_faster)
+            if native_is_faster:
                 native()
                 return
             correct = self._of_this_step(_correction(module, output, scale))
@@ -333,13 +362,23 @@ class _Scatter:
 
     def __init__(self, hook: PreparedScatter, module: Any) -> None:
         self._hook = hook
-        self._module = module
+        self.module = module
+        #: As of a `_Gather`.
+        self.own: Any = None
+        self.leaving: Leaving | None = None
+
+    def leaves(self, group: Any) -> None:
+        """See ``PreparedHook``."""
+        self._hook.leaves(group, self.module)
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """See ``PreparedGather``."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        """As PyTorch's own, where that is known."""
+        if self.own is None:
+            return torch.empty(*size, dtype=dtype, device=device)
+        memory: torch.Tensor = self.own.allocate(size, dtype=dtype, device=device)
+        return memory
 
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
@@ -357,7 +396,7 @@ class _Scatter:
             CollectiveError: If the exchange fails; for damage here, or before backward returns.
             ValueError: For another ``op``.
         """
-        self._hook.reduce(self._module, output_tensor, input_tensor, group, op)
+        self._hook.reduce(self, output_tensor, input_tensor, group, op)
 
 
 def _correction(module: Any, output: Any, scale: float | None) -> Callable[[Any], None] | None:
@@ -386,23 +425,6 @@ def _correction(module: Any, output: Any, scale: float | None) -> Callable[[Any]
             at += p.padded_sharded_param_size.numel()
 
     return correct
-
-
-def param_groups(module: Any) -> list[Any]:
-    """What FSDP itself has of the parameters of an FSDP module; nothing public tells.
-
-    Args:
-        module: The FSDP module.
-
-    Returns:
-        Its ``FSDPParamGroup`` objects.
-    """
-    fsdp = module._get_fsdp_state()
-    groups = getattr(fsdp, "_fsdp_param_groups", None)
-    if groups is not None:
-        return list(groups)
-    # Versions of PyTorch without that have one at most.
-    return [] if fsdp._fsdp_param_group is None else [fsdp._fsdp_param_group]
 
 
 def _is_replicated(group: Any) -> bool:

@@ -18,6 +18,7 @@ from ..collectives.recorded import BEFORE
 from ..errors import CollectiveError
 from ..transports.peer import PeerMemory
 from ..transports.torch_dist import TorchDist
+from .leaving import Absent
 
 #: How bytes travel: as ``Communicator`` sends them, or by prepared calls.
 Route = Literal["exact", "network", "peers", "auto"]
@@ -140,6 +141,8 @@ class PreparedHook:
         self.switches: dict[Any, Faster] = {}
         self._lock = threading.Lock()
         self._closed = False
+        #: Of FSDP modules that are left to FSDP itself.
+        self.absent: Absent | None = None
         #: What a group's first call of a step is about; see `_repeats`.
         self._first: dict[Any, Hashable] = {}
         #: Bytes to other ranks, without compression and as they were sent, in all calls so far.
@@ -148,6 +151,8 @@ class PreparedHook:
     def close(self) -> None:
         """Free the memory of the calls. Later calls raise CollectiveError."""
         self._closed = True
+        if self.absent is not None:
+            self.absent.close()
         for calls in self._calls.values():
             calls.forget()
         self._prepared.clear()
@@ -196,6 +201,25 @@ class PreparedHook:
         if begins:
             self._calls[group].restart()
         return begins
+
+    def leaves(self, group: Any, what: Hashable) -> None:
+        """Say that calls of `what` are PyTorch's own from now on: others begin a step.
+
+        Args:
+            group: The process group.
+            what: What they are about, as it was said of them.
+        """
+        if self._first.get(group) == what:
+            del self._first[group]
+
+    def look_again(self, group: Any) -> None:
+        """Have the ways of a group be measured again, on all its ranks between the same calls.
+
+        Args:
+            group: The process group.
+        """
+        if group in self.switches:
+            self.switches[group].look_again()
 
     def _keep_only(self, used: Container[Hashable]) -> None:
         """Drop what is prepared under other keys, groups first, and the memory that it shared."""

@@ -64,7 +64,8 @@ from .hooks import (
     wide,
 )
 from .layers import Rule
-from .prepared_fsdp import PreparedGather, kind_and_factor, param_groups
+from .leaving import param_groups
+from .prepared_fsdp import PreparedGather, kind_and_factor
 from .prepared_hooks import EndOfBackward, Route, check_route
 from .sketches import Report, Sketches, State, Tagc
 

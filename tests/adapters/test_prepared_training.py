@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from interrupt import Interrupt  # noqa: E402
 from tightwire.adapters.collectives.prepared_work import Work  # noqa: E402
 from tightwire.adapters.training import fsdp  # noqa: E402
-from tightwire.adapters.training.prepared_fsdp import param_groups  # noqa: E402
+from tightwire.adapters.training.leaving import param_groups  # noqa: E402
 from tightwire.adapters.training.prepared_hooks import EndOfBackward  # noqa: E402
 
 ERROR = KeyError("in the middle of backward")
