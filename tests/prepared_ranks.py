@@ -13,12 +13,12 @@ import ml_dtypes
 import numpy as np
 
 from tightwire.adapters.collectives import prepared_sums
-from tightwire.adapters.collectives.prepared import PreparedCalls
+from tightwire.adapters.collectives.prepared import PreparedCalls, Sizes
 from tightwire.adapters.collectives.prepared_work import Work
 from tightwire.adapters.transports.peer import connect_threads
 from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 
-ROUTES = ("network", "peers")
+ROUTES = ("network", "peers", "exact")
 DTYPE = ml_dtypes.bfloat16
 #: Of pieces in tests: tensors of 5,000 elements have three.
 PIECE_NBYTES = 3 << 10
@@ -38,7 +38,8 @@ def run(
 
     def one(transport: ThreadTransport) -> Any:
         peers = memory[transport.rank] if route == "peers" else None
-        return task(PreparedCalls(transport, peers=peers, **options))
+        sizes: Sizes = "exact" if route == "exact" else "learnt"
+        return task(PreparedCalls(transport, peers=peers, sizes=sizes, **options))
 
     least = PIECE_NBYTES if pieces else prepared_sums.PIECE_NBYTES
     with unittest.mock.patch.object(prepared_sums, "PIECE_NBYTES", least):

@@ -104,6 +104,19 @@ class Layout(NamedTuple):
         return (self.starts[part] + self.plans[part].header.nbytes) // 8 + _DYNAMIC_NBYTES
 
 
+class Cut:
+    """What an exchange has to know that sends no more than messages need.
+
+    Attributes:
+        layouts: Of the messages, as in ``Exchange``.
+        moved: Bytes that the last exchange sent to others; None: as many as messages have.
+    """
+
+    def __init__(self) -> None:
+        self.layouts: Sequence[Layout] = ()
+        self.moved: int | None = None
+
+
 class Messages:
     """Memory for the messages of one call.
 
@@ -134,6 +147,8 @@ class Messages:
         self.exchange = exchange
         #: What the memory is part of, where it may be replaced.
         self._blocks = blocks
+        #: What exchanges that leave bytes out have to know; None: they leave none out.
+        self.cut: Cut | None = None
         #: Whether ``exchange`` may be given other memory that has this rank's one message.
         self.moves = moves
 
@@ -149,6 +164,14 @@ class Route(Protocol):
     @property
     def learns(self) -> bool:
         """Whether messages have the size that is needed, and not that of the worst data."""
+
+    @property
+    def by_network(self) -> bool:
+        """Whether messages are sent, and not read where they lie."""
+
+    @property
+    def reads_sizes(self) -> bool:
+        """Whether the host waits for what messages need, and sends no more."""
 
     @property
     def name(self) -> str:
@@ -193,6 +216,8 @@ class NetworkRoute:
     """Messages that a transport moves, by one call for all of them."""
 
     learns = True
+    by_network = True
+    reads_sizes = False
     name = "network"
 
     def __init__(self, transport: Transport) -> None:
@@ -274,6 +299,8 @@ class PeerRoute:
     """
 
     learns = False
+    by_network = False
+    reads_sizes = False
     name = "peer memory"
 
     def __init__(self, memory: PeerMemory) -> None:

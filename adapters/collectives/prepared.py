@@ -31,7 +31,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from ...codec import Codec, as_codec
 from ...planning import integer
@@ -42,6 +42,7 @@ from . import running, tensors
 from .agreement import agree, gather_plain
 from .arguments import check_round_trips, peer_of
 from .calls import Call, TraceRecord
+from .exact_messages import ExactRoute
 from .messages import NetworkRoute, PeerRoute, Route
 from .prepared_exchange import part_of
 from .prepared_gathers import AllGather, AllToAll, Broadcast
@@ -49,6 +50,8 @@ from .prepared_sums import AllReduce, OneShot, ReduceScatter
 from .recorded import GraphRecorder, Recorder
 
 _P = TypeVar("_P")
+Sizes = Literal["learnt", "exact"]
+SIZES: tuple[Sizes, ...] = get_args(Sizes)
 #: Bytes of a tensor up to which an all-reduce has every rank send all of it.
 ONE_SHOT_NBYTES = 256 << 10
 
@@ -69,6 +72,12 @@ class PreparedCalls:
         codec: A codec or its name. Tensors of a dtype that it does not compress are sent raw.
         peers: Memory that the ranks can read from one another, used in place of the transport,
             which then serves for agreement. None: messages go through the transport.
+        sizes: How many bytes a message has over a network. ``"learnt"``: as many as earlier ones
+            taught, which the host does not wait for; what does not fit is sent again.
+            ``"exact"``: as many as it needs. The host waits until it is encoded, one more exchange
+            tells sizes, and memory is for any data: for links on which what a learnt size has to
+            spare costs more than that. Not with ``peers``, who read no more than they need, and
+            not in CUDA graphs.
         checksum: Whether messages have checksums.
         depth: How many sets of memory there are, at least 2, which calls take one after the other.
             A call waits for the last one of the same prepared collective with the same set.
@@ -88,6 +97,7 @@ class PreparedCalls:
         codec: str | Codec = "zipccl",
         *,
         peers: PeerMemory | None = None,
+        sizes: Sizes = "learnt",
         checksum: bool = True,
         depth: int = 2,
         seed: int = 0,
@@ -107,7 +117,12 @@ class PreparedCalls:
                 f"peers is rank {peers.rank} of {peers.world_size}, transport rank {self.rank} of "
                 f"{self.world_size}; needed: the same ranks"
             )
-        self.route: Route = NetworkRoute(transport) if peers is None else PeerRoute(peers)
+        if sizes not in SIZES:
+            raise ValueError(f"sizes is {sizes!r}; allowed: {SIZES}")
+        if sizes == "exact" and peers is not None:
+            raise ValueError("sizes is 'exact', peers is given; allowed with peers: 'learnt'")
+        network = ExactRoute if sizes == "exact" else NetworkRoute
+        self.route: Route = network(transport) if peers is None else PeerRoute(peers)
         self.checksum, self.depth, self.seed, self.name = bool(checksum), depth, seed, name
         #: Calls so far, prepared and made.
         self.number = 0
@@ -256,6 +271,8 @@ class PreparedCalls:
             like: The array.
         """
         if not tensors.is_cuda(like) or self.records.maxlen or self.codec.spec.draws:
+            return None
+        if self.route.reads_sizes:
             return None
         if self._recorder is None:
             whole = not self.route.learns or self.transport.capturable

@@ -100,6 +100,8 @@ class Exchange:
         self, what: Exchanged, layouts: list[Layout], messages: Messages, rank: int, ranks: int
     ) -> None:
         self.what, self.layouts, self.messages = what, layouts, messages
+        if messages.cut is not None:
+            messages.cut.layouts = layouts
         self._rank, self._ranks = rank, ranks
         own = [layouts[rank]] * ranks if what.kind == "swapped" else layouts
         self.buffers = [

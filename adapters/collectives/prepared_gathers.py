@@ -242,7 +242,7 @@ class Broadcast(Prepared):
             self._exchange(slot, call, 0)
             if not (is_root and self._calls.codec.lossless):
                 self._decode(slot, call, 0, [one.x for one in given])
-            sends = slot.exchanges[0].sends(self._calls.route.learns)
+            sends = slot.exchanges[0].sends(self._calls.route.by_network)
             call.raw_bytes += sends * sum(part.nbytes for part in self._parts) // self._ranks
 
         return self._run(body, Again(lambda: lambda _: self._exactly(x)))

@@ -93,7 +93,7 @@ class _Sums(Prepared):
     def _cut(self) -> list[tuple[Bounds, ...]]:
         """By piece, where the pieces of the parts begin and end."""
         count = 1
-        if self._calls.route.learns:
+        if self._calls.route.by_network:
             nbytes = sum(part.nbytes for part in self._parts)
             count = max(1, min(nbytes // PIECE_NBYTES, MOST_PIECES))
         return list(zip(*(bounds_of(part.nelem, count) for part in self._parts), strict=True))

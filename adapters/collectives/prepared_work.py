@@ -360,15 +360,18 @@ class Prepared(Judged):
         """Queue exchange `at`, perhaps beside what is queued next; what waits for it there."""
         exchange = slot.exchanges[at]
         # Peers read what there is of the dynamic part, and nobody knows here how much that is.
-        layout, by_network = exchange.layouts[0], self._calls.route.learns
+        layout, by_network = exchange.layouts[0], self._calls.route.by_network
         nbytes = layout.nbytes if by_network else layout.certain_nbytes
-        call.wire_bytes += exchange.sends(by_network) * nbytes
+        planned = exchange.sends(by_network) * nbytes
         given = [] if message is None else [message]
         # Where stages are timed they follow each other.
         beside = beside and call.events is None
         with call.stage("exchange"):
             move = functools.partial(exchange.messages.exchange, *given)
-            return self._calls.queue(self._like, move, beside)
+            wait = self._calls.queue(self._like, move, beside)
+        moved = None if exchange.messages.cut is None else exchange.messages.cut.moved
+        call.wire_bytes += planned if moved is None else moved
+        return wait
 
     def _decode(self, slot: Slot, call: Call, at: int, outs: Sequence[Any]) -> None:
         """Decode what exchange `at` received into `outs`, one for each buffer; None: not wanted."""
@@ -411,7 +414,7 @@ class Prepared(Judged):
         take it for right.
         """
         lost = math.nan if travels_on else -0.0
-        by_network = self._calls.route.learns
+        by_network = self._calls.route.by_network
         exchange, parts = slot.exchanges[at], len(self._parts)
         terms: list[Any] = list(exchange.buffers[part::parts])
         if own is not None:

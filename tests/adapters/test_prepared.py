@@ -125,7 +125,7 @@ def test_all_reduce(route: str, world: int, case: str, n: int, in_place: bool) -
         out = x if in_place else np.full(n, np.nan, DTYPE)
         reduce = prepare(calls, case, x)
         if "pieces" in case and n > 500:
-            assert len(reduce._pieces) == (MOST_PIECES if route == "network" else 1)
+            assert len(reduce._pieces) == (1 if route == "peers" else MOST_PIECES)
         reduce(x, out).wait()
         assert same(out, summed(world, n).astype(DTYPE))
 
@@ -207,7 +207,7 @@ def test_bytes_of_a_broadcast(route: str) -> None:
 
     found = run(world, route, task, codec="raw")
     share = 2 * n // world
-    times = {"network": [2, 4, 2], "peers": [0, 6, 0]}[route]
+    times = [0, 6, 0] if route == "peers" else [2, 4, 2]
     assert [raw for raw, _ in found] == [share * k for k in times]
     for (raw, wire), k in zip(found, times, strict=True):
         assert raw <= wire <= raw + 512 * k

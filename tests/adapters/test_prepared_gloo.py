@@ -108,6 +108,7 @@ def everything(device: Any) -> list[float]:
     calls = PreparedCalls(TorchDist(dist.new_group()))
     broadcasts(calls)
     lists(calls)
+    lists(PreparedCalls(TorchDist(dist.new_group()), sizes="exact"))
     found = narrow(calls)
     messages(TorchDist(dist.new_group()))
     return found
