@@ -257,7 +257,8 @@ def buckets(says: Says, options: dict[str, Any]) -> None:
 
 def everything(device: Any) -> None:
     """All of it on one rank."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.set_default_device(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     with pytest.MonkeyPatch.context() as patch:
         says = Says(patch)
         for options in ({"route": "auto"}, {"algorithm": "auto"}):
@@ -271,6 +272,13 @@ def everything(device: Any) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_between_processes(world_size: int, tmp_path: Path) -> None:
     launch(__file__, "everything", world_size, tmp_path)
+
+
+@pytest.mark.multi_gpu
+def test_on_gpus(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    launch(__file__, "everything", 2, tmp_path, "cuda", "default")
 
 
 if __name__ == "__main__":

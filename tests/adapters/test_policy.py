@@ -144,3 +144,11 @@ def test_importing_torch_registers_the_backend_if_a_policy_is_set(
     words = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
     assert done.stdout.split() == [str(bool(policy)), "False"], done.stderr
+
+
+def test_a_rule_that_measures_may_keep_it() -> None:
+    text = '[{"algorithm": "auto", "measurements": "times.tw"}]'
+    (rule,) = Policy.parse(text).rules
+    assert rule.measurements == "times.tw"
+    with pytest.raises(ValueError, match="allowed with it: 'auto'"):
+        Rule(measurements="times.tw")
