@@ -310,6 +310,27 @@ def test_what_is_faster_is_kept(tmp_path: Path) -> None:
     assert made
 
 
+def test_another_look_has_a_budget_of_its_own() -> None:
+    made: list[str] = []
+
+    def task(transport: ThreadTransport) -> None:
+        switch = Faster(transport, budget=1e-9)
+        for spent in (False, True):
+            made.clear()
+            switch.native("a", lambda: made.append("native"), lambda: None, X)
+            assert made
+            transport.barrier()
+            # Nothing is left for keys that have not been measured.
+            made.clear()
+            transport.barrier()
+            switch.native("b" + str(spent), lambda: made.append("native"), lambda: None, X)
+            assert not made
+            transport.barrier()
+            switch.look_again()
+
+    run_ranks(2, task)
+
+
 def everything(device: Any) -> list[Any]:
     """What a rank of a real group measures: by a communicator and by hooks."""
     import torch
