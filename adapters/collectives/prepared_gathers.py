@@ -41,7 +41,7 @@ class _Gathering(Prepared):
             for to, x in pairs:
                 tensors.put(to, x)
 
-        if not pairs or self._calls.route.learns or call.events is not None:
+        if not pairs or self._calls.route.by_network or call.events is not None:
             copy()
             yield
             return
