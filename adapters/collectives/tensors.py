@@ -351,7 +351,7 @@ class PendingHostCopy:
             if spare is not None and spare._host.shape == x.shape:
                 self._host, self._event = spare._host, spare._event
             else:
-                self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+                self._host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
                 self._event = torch.cuda.Event()
             self.copy(x)
             self.mark()

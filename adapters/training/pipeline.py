@@ -345,7 +345,7 @@ class Boundary:
             CollectiveError: If the network fails, or bytes are damaged.
         """
         empty = torch.empty(tuple(shape), dtype=dtype, device=device)
-        anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
+        anchor = torch.empty(0, device="cpu", requires_grad=torch.is_grad_enabled())
         return _Receive.apply(anchor, empty, self, source)
 
     def flush(self) -> None:

@@ -124,5 +124,5 @@ def cut(group: Any, rank: int, size: int) -> None:
     for peer in range(size):
         if peer != rank:
             with contextlib.suppress(RuntimeError):
-                work = group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TAG)
+                work = group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _TAG)
                 work.wait(timedelta(milliseconds=1))

@@ -42,7 +42,7 @@ def barrier_kernel(
 
     `flags_ptr` has this rank's flags, int64, one that each rank writes; `peers_ptr` has the
     addresses of all ranks' flags. `state_ptr` has the number of barriers so far, and 1 + a rank
-    that has not come.
+    that has not come: then later barriers do not wait.
     """
     number = tl.load(state_ptr) + 1
     tl.store(state_ptr, number)
@@ -55,7 +55,8 @@ def barrier_kernel(
     zero = tl.zeros([SIZE], tl.int64)
     seen = tl.atomic_add(flags_ptr + i, zero, mask=used, sem="acquire", scope="sys")
     missing = tl.max((used & (seen < number)).to(tl.int32), 0)
-    until = _now() + limit_ns
+    # The host knows of a rank that was late: nobody waits for it once more.
+    until = _now() + tl.where(tl.load(state_ptr + 1) > 0, 0, limit_ns)
     while (missing > 0) & (_now() < until):
         seen = tl.atomic_add(flags_ptr + i, zero, mask=used, sem="acquire", scope="sys")
         missing = tl.max((used & (seen < number)).to(tl.int32), 0)

@@ -49,7 +49,13 @@ def _note_exit() -> None:
 
 
 def _exit() -> None:
-    """Wait for the threads that end groups: one within NCCL would abort the process."""
+    """End all groups at once, and wait for the threads: one within NCCL would abort the process.
+
+    Ranks drop groups in different orders: one after the other, they would wait for each other.
+    """
+    for transport in list(TorchDist.live):
+        if transport._let_go is not None:
+            transport._let_go()
     _exiting.append(True)
     until = time.monotonic() + _EXIT
     for thread in list(_ending):

@@ -286,7 +286,7 @@ class EarlierTensors:
     def bits(self, name: str, threads: int | None = None) -> Any:
         """Bits of the elements, on the host, shape (n,)."""
         dtype, shape = self._kinds[name]
-        out = torch.empty(shape, dtype=getattr(torch, dtype.name))
+        out = torch.empty(shape, dtype=getattr(torch, dtype.name), device="cpu")
         with torch.no_grad():
             self._checkpoint.fill(self._indices[name], out)
         return arrays.host_bits(out, dtype)

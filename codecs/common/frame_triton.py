@@ -543,7 +543,7 @@ def _fill(table: torch.Tensor, words: Words) -> None:
         return
     taken = words.size
     if not torch.cuda.is_current_stream_capturing():
-        pinned = torch.empty(words.size, dtype=torch.int64, pin_memory=True)
+        pinned = torch.empty(words.size, dtype=torch.int64, device="cpu", pin_memory=True)
         pinned.numpy()[:] = words
         table[: words.size].copy_(pinned, non_blocking=True)
         # A kernel has to be loaded before a graph is captured.
@@ -629,7 +629,7 @@ class Table:
             if on_gpu:
                 # To look at host memory is allowed while capturing.
                 with torch.inference_mode(False), recorded_by(None):
-                    marker = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+                    marker = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
                     marker.copy_(words[:1], non_blocking=True)
             table = self._tables[device, stream] = _Written(words, marker)
         return table.words

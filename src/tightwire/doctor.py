@@ -380,7 +380,7 @@ def _try_ml_dtypes(more: dict[str, Any]) -> str:
 def _try_torch(more: dict[str, Any]) -> str:
     import torch
 
-    _round_trip(torch.linspace(0, 1, 1000, dtype=torch.bfloat16), more, "ref")
+    _round_trip(torch.linspace(0, 1, 1000, dtype=torch.bfloat16, device="cpu"), more, "ref")
     reason = _no_gpu(torch)
     if reason is None:
         more["gpus"] = [_gpu(torch, i) for i in range(torch.cuda.device_count())]

@@ -36,7 +36,7 @@ def encode_many(
 ) -> Prepared:
     """As `prepare_encode_many`."""
     if not plans:
-        return Prepared([], torch.zeros(0, dtype=torch.int64), _nothing)
+        return Prepared([], torch.zeros(0, dtype=torch.int64, device="cpu"), _nothing)
     place = _place_of(xs[0], "xs[0]")
     kernels = [_kernels_for(plan) for plan in plans]
     elements = [
@@ -118,7 +118,7 @@ def decode(
 def decode_many(plans: Sequence[Plan], srcs: Sequence[Any], outs: Sequence[Any]) -> Prepared:
     """As `prepare_decode_many`."""
     if not plans:
-        return Prepared([], torch.zeros(0, dtype=torch.int64), _nothing)
+        return Prepared([], torch.zeros(0, dtype=torch.int64, device="cpu"), _nothing)
     place = _place_of(outs[0], "outs[0]")
     kernels = _kernels_for(plans[0])
     for i, plan in enumerate(plans):

@@ -52,7 +52,7 @@ class Slot:
     __slots__ = ("array", "busy", "tensor")
 
     def __init__(self, pinned: bool) -> None:
-        self.tensor = torch.empty(SLOT_NBYTES, dtype=torch.uint8, pin_memory=pinned)
+        self.tensor = torch.empty(SLOT_NBYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self.array = self.tensor.numpy()
         self.busy: Any = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 import weakref
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 from tightwire.adapters.collectives.prepared import PreparedCalls  # noqa: E402
 from tightwire.adapters.training.hooks import raise_at_the_end  # noqa: E402
 from tightwire.adapters.training.prepared_ddp import PreparedDdpHook  # noqa: E402
-from tightwire.adapters.transports import aborting, together  # noqa: E402
+from tightwire.adapters.transports import aborting, together, torch_dist  # noqa: E402
 from tightwire.adapters.transports.aborting import Failures  # noqa: E402
 from tightwire.adapters.transports.presence import Presence  # noqa: E402
 from tightwire.adapters.transports.threads import connect  # noqa: E402
@@ -243,3 +244,33 @@ def test_a_backward_that_ends_in_damage_tells_the_others(monkeypatch: pytest.Mon
         Ends.apply(x).sum().backward()
     assert told == ["damage"]
     assert isinstance(hook._unended, tw.CollectiveError)
+
+
+def test_groups_that_are_left_end_together_with_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks drop groups in different orders; NCCL's end when all ranks end theirs."""
+    both = threading.Barrier(2, timeout=10)
+    ended = []
+
+    class Group:
+        def name(self) -> str:
+            return "nccl"
+
+        def shutdown(self) -> None:
+            both.wait()
+            ended.append(self)
+
+    transports = []
+    for _ in range(2):
+        transport: Any = TorchDist.__new__(TorchDist)
+        transport._let_go = weakref.finalize(transport, torch_dist._end, Group())
+        transports.append(transport)
+    monkeypatch.setattr(torch_dist, "_exiting", [])
+    monkeypatch.setattr(TorchDist, "live", weakref.WeakSet(transports[1:]))
+    # The first is dropped, the second is not.
+    del transport, transports[0]
+    gc.collect()
+    assert not ended
+    torch_dist._exit()
+    assert len(ended) == 2
