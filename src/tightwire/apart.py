@@ -25,6 +25,8 @@ def span_of(x: Any, nbytes: int | None = None) -> tuple[int, int]:
     It is the caller's memory, so `x` is what was passed and no copy of it. (0, 0): nothing in
     memory, such as None or a list.
     """
+    if x is None:
+        return 0, 0
     if isinstance(x, Buffer):
         nbytes = x.plan.nbytes if nbytes is None else nbytes
         x = x._host if x._memory is None else x._memory.data
@@ -44,25 +46,28 @@ def check_apart(written: Mapping[str, Spans], read: Mapping[str, Spans]) -> None
 
     Both are starts and ends, by name, with braces where a message is to say which.
     """
-    named = [*written.items(), *read.items()]
-    most = sum(map(len, written.values()))
-    few = sum(len(spans) for _, spans in named) <= _FEW
-    pair = (_pair_of_few if few else _pair_of_many)([spans for _, spans in named], most)
+    groups = [*written.values(), *read.values()]
+    sizes = list(map(len, groups))
+    most = sum(sizes[: len(written)])
+    pair = (_pair_of_few if sum(sizes) <= _FEW else _pair_of_many)(groups, most)
     if pair is not None:
         # What is written comes first; of two such the later.
         first, second = sorted(pair, reverse=max(pair) < most)
-        texts = [name.format(i) for name, spans in named for i in range(len(spans))]
+        names = [*written, *read]
+        texts = [name.format(i) for name, n in zip(names, sizes, strict=True) for i in range(n)]
         raise ValueError(f"{texts[first]} overlaps {texts[second]}")
 
 
 def _pair_of_few(groups: Sequence[Spans], most: int) -> tuple[int, int] | None:
     """Numbers of two spans that overlap, of which one is among the first `most`; else None."""
     spans = [span for group in groups for span in group]
-    for i, (start, stop) in enumerate(spans):
-        for j, (other, end) in enumerate(spans[: min(i, most)]):
-            # Empty ones overlap nothing.
-            if max(start, other) < min(stop, end):
-                return j, i
+    for i in range(most):
+        start, stop = spans[i]
+        # Empty ones overlap nothing.
+        for j in range(i + 1, len(spans)) if start < stop else ():
+            other, end = spans[j]
+            if start < end and other < stop and other < end:
+                return i, j
     return None
 
 

@@ -466,10 +466,13 @@ def memory_range(x: Any) -> tuple[str, int, int] | None:
 
 def span_of(x: Any) -> tuple[int, int]:
     """Start and end of the memory that an array or bytes lie in; (0, 0) for anything else."""
+    if type(x) is np.ndarray and x.flags.c_contiguous:
+        start: int = x.__array_interface__["data"][0]
+        return start, start + x.nbytes
     torch = sys.modules.get("torch")
     try:
         if torch is not None and type(x) is torch.Tensor and x.is_contiguous():
-            start: int = x.data_ptr()
+            start = x.data_ptr()
             return start, start + x.nbytes
         if is_bytes(x):
             x = bytes_view(x)

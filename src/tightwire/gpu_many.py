@@ -157,7 +157,13 @@ def _are_on_host(outs: Sequence[Any], required: bool) -> bool:
     """Whether memory for buffers, None where there is none, is on the host; see `_is_host`."""
     if all(type(o) is Buffer and o._memory is not None for o in outs):
         return False
-    return any(o is not None and _is_host(o, required) for o in outs)
+    for i, o in enumerate(outs):
+        try:
+            if o is not None and _is_host(o, required):
+                return True
+        except (TypeError, ValueError) as error:
+            raise numbered(error, f"out[{i}]") from None
+    return False
 
 
 def encode_into(

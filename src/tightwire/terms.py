@@ -20,7 +20,11 @@ _UINT8 = BY_NAME["uint8"]
 
 def split(terms: Sequence[Any]) -> tuple[list[int], int | None]:
     """Numbers of the buffers, at least one, and of the tensor, if there is one."""
-    tensors = [i for i, x in enumerate(terms) if _is_tensor(x)]
+    tensors = []
+    for i, x in enumerate(terms):
+        with of_term(i, False):
+            if _is_tensor(x):
+                tensors.append(i)
     buffers = [i for i in range(len(terms)) if i not in tensors]
     if not buffers or len(tensors) > 1:
         raise ValueError(
@@ -31,9 +35,12 @@ def split(terms: Sequence[Any]) -> tuple[list[int], int | None]:
 
 
 def _is_tensor(x: Any) -> bool:
-    if isinstance(x, (Buffer, Parsed)) or arrays.is_bytes(x) or not arrays.is_array(x):
+    if isinstance(x, (Buffer, Parsed)):
         return False
-    return arrays.describe(x).dtype != _UINT8
+    if arrays.is_array(x) and not arrays.is_bytes(x):
+        return arrays.describe(x).dtype != _UINT8
+    arrays.bytes_view(x, "bytes, a Buffer or a uint8 array")
+    return False
 
 
 @contextmanager
