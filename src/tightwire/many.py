@@ -202,7 +202,8 @@ def decode_many(
     """Decode many buffers, of any codecs, dtypes and sizes, faster than one by one.
 
     Each is checked as ``decode`` checks it. If some are damaged the others are decoded all the
-    same; then the error of the first damaged one is raised.
+    same; then the error of the first damaged one is raised. A buffer that needs a base, which
+    ``decode`` alone takes, counts as damaged, with the reason ``"base_mismatch"``.
 
     Args:
         buffers: A list or tuple of what ``decode`` takes: ``Buffer`` objects, bytes-like objects
@@ -225,7 +226,7 @@ def decode_many(
             ``Buffer.check()``, each its own error.
         TypeError: If an argument has a wrong type.
         ValueError: If a value is out of range, or an array of ``out`` does not fit, or overlaps a
-            buffer or another array. Nothing has been decoded then.
+            buffer, ``scratch`` or another array. Nothing has been decoded then.
 
     Example:
         >>> import numpy as np
