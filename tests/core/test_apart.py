@@ -189,6 +189,29 @@ def test_bytes_decode_to_the_host() -> None:
     refused(text, tw.decode_many, [as_uint8(b), bytes(b)], backend="triton")
 
 
+def test_numbers_where_some_buffers_are_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled for the GPU here")
+    xs = [values(n) for n in (300, 400, 500)]
+    sources: list[Any] = tw.codec("raw").encode_many(xs, backend="triton")
+    sources[0] = bytes(sources[0])
+    monkeypatch.setattr(many, "_on_device", lambda *args: [1, 2])
+    outs = [torch.zeros_like(x) for x in xs]
+    for out in (None, outs, [None, outs[1], None]):
+        for x, y in zip(xs, tw.decode_many(sources, out=out), strict=True):
+            assert torch.equal(x, torch.as_tensor(y))
+    refused(r"out\[2\] is float32\[499\]", tw.decode_many, sources, out=[*outs[:2], outs[2][1:]])
+    refused(
+        r"out\[2\] overlaps out\[1\]", tw.decode_many, sources, out=[None, outs[2][:400], outs[2]]
+    )
+    data = as_uint8(sources[2])
+    data[-200] ^= 1
+    with pytest.raises(tw.FormatError, match="buffer 2: ") as caught:
+        tw.decode_many([*sources[:2], data])
+    assert caught.value.number == 2
+
+
 @pytest.mark.parametrize("kind", ["Buffer", "bytes", "uint8"])
 def test_a_buffer_that_needs_a_base_is_named(kind: str, backend: str) -> None:
     base, x = values(3000, dtype=torch.bfloat16), values(3000, dtype=torch.bfloat16)
