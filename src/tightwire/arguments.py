@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ from .engine import Parsed
 from .formats.dtypes import BY_NAME, DType
 from .formats.errors import FormatError
 from .planning import DEVICE_BACKEND, device_engine, integer, spec_class
+
+T = TypeVar("T")
 
 _UINT8 = BY_NAME["uint8"]
 
@@ -210,8 +212,23 @@ def check_decoded(
 
 
 def numbered(error: Exception, what: str) -> Exception:
-    """The same TypeError or ValueError, which says that it is of `what`."""
-    return type(error)(f"{what}: {error}")
+    """A TypeError or ValueError as `error` is one, which says that it is of `what`."""
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    return kind(f"{what}: {error}")
+
+
+def each(name: str, call: Callable[..., T], *values: Iterable[Any]) -> list[T]:
+    """What `call` gives for each element of `values`, or of several at a time.
+
+    A TypeError or ValueError says which of `name` it is of.
+    """
+    found: list[T] = []
+    try:
+        for row in zip(*values, strict=True):
+            found.append(call(*row))
+    except (TypeError, ValueError) as error:
+        raise numbered(error, f"{name}[{len(found)}]") from None
+    return found
 
 
 def host_stats(spec: CodecSpec, plan: Plan, stats: Any) -> npt.NDArray[Any] | None:

@@ -34,7 +34,7 @@ import torch
 
 from . import arrays
 from .apart import Spans, check_apart, span_of, spans_of
-from .arguments import check_added, numbered, source_target
+from .arguments import check_added, each, source_target
 from .arrays import ArrayInfo, Listed, Target, describe, plain_tensors
 from .buffer import Buffer
 from .codecs.common.base import CodecSpec, Key, Plan
@@ -121,7 +121,9 @@ def encode_many(
         work = _Work(scratch, place)
         own = None
         if stats is not None:
-            own = [None if s is None else _stats(spec, s, dtype, place) for s in stats]
+            own = each(
+                "stats", lambda s: None if s is None else _stats(spec, s, dtype, place), stats
+            )
         if out is not None or scratch is not None:
             read = {
                 "tensors[{}]": _spans_of(tensors, addresses, plans),
@@ -157,13 +159,7 @@ def _are_on_host(outs: Sequence[Any], required: bool) -> bool:
     """Whether memory for buffers, None where there is none, is on the host; see `_is_host`."""
     if all(type(o) is Buffer and o._memory is not None for o in outs):
         return False
-    for i, o in enumerate(outs):
-        try:
-            if o is not None and _is_host(o, required):
-                return True
-        except (TypeError, ValueError) as error:
-            raise numbered(error, f"out[{i}]") from None
-    return False
+    return any(each("out", lambda o: o is not None and _is_host(o, required), outs))
 
 
 def encode_into(
@@ -315,13 +311,11 @@ def memories_of(
     made = list(map(Memory, repeat(whole), starts, map(operator.add, starts, sizes)))
     if outs is None:
         return made
-    memories: list[Memory] = []
-    try:
-        for memory, plan, o in zip(made, plans, outs, strict=True):
-            memories.append(memory if o is None else _output_memory(o, plan, place))
-    except (TypeError, ValueError) as error:
-        raise numbered(error, f"out[{len(memories)}]") from None
-    return memories
+
+    def memory_of(memory: Memory, plan: Plan, o: Any) -> Memory:
+        return memory if o is None else _output_memory(o, plan, place)
+
+    return each("out", memory_of, made, plans, outs)
 
 
 def decode_many(

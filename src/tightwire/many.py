@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,13 +22,13 @@ from .arguments import (
     check_like,
     check_scratch,
     device_for,
+    each,
     host_stats,
     need_float,
     need_key,
     need_no_base,
     need_no_base_in_batch,
     number,
-    numbered,
     on_gpu,
     output_memory,
     source_target,
@@ -40,7 +41,7 @@ from .codecs.common.float_mode import default_floats
 from .codecs.common.sums import FLOAT32
 from .codecs.common.threads import cpu_count
 from .engine import Parsed
-from .formats.dtypes import BY_NAME, DType
+from .formats.dtypes import DType
 from .formats.errors import FormatError
 from .formats.header import ALIGN
 from .planning import device_many, integer, make_plan
@@ -48,8 +49,6 @@ from .terms import check_decoded_apart, check_encoded_apart, check_plans, of_ter
 
 if TYPE_CHECKING:
     from .codec import Codec
-
-_UINT8 = BY_NAME["uint8"]
 
 
 def encode_many(
@@ -107,7 +106,7 @@ def encode_many(
             for x, s, o in zip(tensors, given, outs, strict=True)
         ]
     bits = [arrays.host_bits(x, dtype) for x in tensors]
-    checked = [host_stats(codec.spec, plan, s) for plan, s in zip(plans, given, strict=True)]
+    checked = each("stats", partial(host_stats, codec.spec), plans, given)
     items = list(map(host_many.Encoding, plans, bits, memory, checked))
     host_many.encode_all(items, key, count, backend, "tensors")
     target = Target(library, device)
@@ -170,16 +169,15 @@ def _memory(
     """
     if out is None:
         return [None] * len(plans) if gpu is not None else list(_side_by_side(plans))
-    found: list[Any] = []
-    try:
-        for plan, o in zip(plans, out, strict=True):
-            if gpu is None or not on_gpu(o):
-                found.append(None if gpu is not None and o is None else output_memory(plan, o))
-            else:
-                found.append(gpu.output_memory(o, plan, kinds.library, kinds.device))
-    except (TypeError, ValueError) as error:
-        raise numbered(error, f"out[{len(found)}]") from None
-    return found
+
+    def memory(plan: Plan, o: Any) -> Any:
+        if gpu is None:
+            return output_memory(plan, o)
+        if on_gpu(o):
+            return gpu.output_memory(o, plan, kinds.library, kinds.device)
+        return None if o is None else output_memory(plan, o)
+
+    return each("out", memory, plans, out)
 
 
 def _side_by_side(plans: Sequence[Plan]) -> list[Bytes]:

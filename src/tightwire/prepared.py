@@ -18,11 +18,11 @@ from . import arrays, engine, host_many, host_sums
 from .apart import Spans, check_apart, span_of, spans_of
 from .arguments import (
     device_for,
+    each,
     host_stats,
     need_key,
     need_no_base,
     number,
-    numbered,
     output_memory,
     thread_count,
 )
@@ -171,21 +171,25 @@ def prepare_encode_many(
         need_key(plan.codec, plan.dtype, key)
     _need_as_many(len(plans), xs=xs, outs=outs, stats=stats)
     written = [span_of(out, plan.nbytes) for out, plan in zip(outs, plans, strict=True)]
-    read: dict[str, Spans] = {"xs[{}]": spans_of(xs), "stats[{}]": spans_of(stats or ())}
+    read: dict[str, Spans] = {
+        "xs[{}]": spans_of(xs),
+        "stats[{}]": spans_of(() if stats is None else stats),
+    }
     check_apart({"outs[{}]": written}, read)
     gpu = _gpu_for(backend, *xs, *outs)
     if gpu is not None:
         found: Prepared = gpu.encode_many(plans, xs, outs, stats, key)
         return found
-    items = []
-    for i, (plan, x, out) in enumerate(zip(plans, xs, outs, strict=True)):
-        bits = _elements(f"xs[{i}]", x, plan.dtype, plan.shape)
-        try:
-            encoded = output_memory(plan, out)
-        except (TypeError, ValueError) as error:
-            raise numbered(error, f"outs[{i}]") from None
-        given = None if stats is None else host_stats(plan.codec, plan, stats[i])
-        items.append(host_many.Encoding(plan, bits, encoded, given))
+    encoded = each("outs", output_memory, plans, outs)
+    bits = [
+        _elements(f"xs[{i}]", x, plan.dtype, plan.shape)
+        for i, (x, plan) in enumerate(zip(xs, plans, strict=True))
+    ]
+    codecs = [plan.codec for plan in plans]
+    given = each(
+        "stats", host_stats, codecs, plans, [None] * len(plans) if stats is None else stats
+    )
+    items = list(map(host_many.Encoding, plans, bits, encoded, given))
     count = thread_count(threads)
 
     quick = all(is_quick(item.plan, count, backend) and item.stats is None for item in items)

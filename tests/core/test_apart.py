@@ -161,6 +161,12 @@ def test_statistics_of_other_tensors_are_not_overwritten(
     assert torch.equal(view, stats[1])
 
 
+def test_statistics_that_do_not_fit_are_named(backend: str) -> None:
+    codec, xs = tw.codec("nvfp4"), [values(3000), values(3000, 1)]
+    stats = [torch.as_tensor(codec.measure(xs[0])), torch.zeros(3)]
+    refused(r"stats\[1\]: ", codec.encode_many, xs, stats=stats, backend=backend)
+
+
 @pytest.mark.parametrize("name", ["zipccl", "mx"])
 def test_sources_of_every_kind_are_checked(name: str, backend: str) -> None:
     codec = tw.codec(name)
