@@ -171,10 +171,8 @@ def prepare_encode_many(
         need_key(plan.codec, plan.dtype, key)
     _need_as_many(len(plans), xs=xs, outs=outs, stats=stats)
     written = [span_of(out, plan.nbytes) for out, plan in zip(outs, plans, strict=True)]
-    read: dict[str, Spans] = {
-        "xs[{}]": spans_of(xs),
-        "stats[{}]": spans_of(() if stats is None else stats),
-    }
+    some = [None] * len(plans) if stats is None else stats
+    read: dict[str, Spans] = {"xs[{}]": spans_of(xs), "stats[{}]": spans_of(some)}
     check_apart({"outs[{}]": written}, read)
     gpu = _gpu_for(backend, *xs, *outs)
     if gpu is not None:
@@ -185,10 +183,7 @@ def prepare_encode_many(
         _elements(f"xs[{i}]", x, plan.dtype, plan.shape)
         for i, (x, plan) in enumerate(zip(xs, plans, strict=True))
     ]
-    codecs = [plan.codec for plan in plans]
-    given = each(
-        "stats", host_stats, codecs, plans, [None] * len(plans) if stats is None else stats
-    )
+    given = each("stats", host_stats, [plan.codec for plan in plans], plans, some)
     items = list(map(host_many.Encoding, plans, bits, encoded, given))
     count = thread_count(threads)
 
