@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from . import arrays
+from .apart import Spans, check_apart, span_of
 from .arrays import ArrayInfo, Target
 from .buffer import Buffer
 from .codecs.common.base import Bits, Bytes, CodecSpec, Plan
@@ -18,13 +19,17 @@ from .codecs.common.philox import check_key, key_numbers
 from .codecs.common.threads import cpu_count
 from .engine import Parsed
 from .formats.dtypes import BY_NAME, DType
+from .formats.errors import FormatError
 from .planning import DEVICE_BACKEND, device_engine, integer, spec_class
+
+T = TypeVar("T")
 
 _UINT8 = BY_NAME["uint8"]
 
-
-#: Starts and ends of memory: pairs, or an array of shape (n, 2).
-Spans = Sequence[tuple[int, int]] | npt.NDArray[np.int64]
+#: What messages call what is read.
+ENCODED = "the array that is encoded"
+ADDED = "the array that is added"
+DECODED = "the buffer that is decoded"
 
 
 def device_for(backend: str | None, *values: Any) -> ModuleType | None:
@@ -129,18 +134,17 @@ def base_of_buffer(plan: Plan, base: Any) -> Bits | None:
     return base_bits(_spec_of_base(plan, base), plan, base)
 
 
-def need_no_base(spec: CodecSpec) -> None:
-    """ValueError for codecs that need a base: sums have none."""
+def need_no_base(spec: CodecSpec, calls: str, instead: str) -> None:
+    """ValueError for codecs that need a base, in calls that take none."""
     if spec.needs_base:
-        raise ValueError(f"{spec.name} needs a base, which sums do not take: decode it by itself")
+        raise ValueError(f"{spec.name} needs a base, which {calls} do not take: {instead}")
 
 
-def check_over_base(bits: Bits, base: Bits | None) -> None:
-    """ValueError if the result `bits` overlaps the base and is not all of it."""
-    if base is not None and np.may_share_memory(bits, base):
-        at, base_at = (a.__array_interface__["data"][0] for a in (bits, base))
-        if at != base_at or bits.size != base.size:
-            raise ValueError("out overlaps base. Allowed: the same memory, or other memory")
+def need_no_base_in_batch(plan: Plan) -> None:
+    """FormatError for a buffer that needs a base: batches have none, and go on without it."""
+    if plan.needs_base:
+        text = f"{plan.codec.name} needs a base, which batches do not take: decode it by itself"
+        raise FormatError("base_mismatch", text)
 
 
 def need_float(dtype: DType, what: str) -> None:
@@ -182,18 +186,53 @@ def output_memory(plan: Plan, out: Any) -> Bytes:
     return target_bytes[: plan.nbytes]
 
 
-def memory_apart(plan: Plan, out: Any, bits: Bits, base: Bits | None) -> Bytes:
-    """As `output_memory`; ValueError if it overlaps the elements `bits`, or those of `base`."""
-    found = output_memory(plan, out)
-    if out is not None and np.may_share_memory(found, bits):
-        raise ValueError("out overlaps the array that is encoded")
-    if base is not None and np.may_share_memory(found, base):
-        raise ValueError("out overlaps base")
+def check_out(plan: Plan, out: Any, read: Mapping[str, Any], scratch: Any = None) -> None:
+    """ValueError if memory for a buffer, or `scratch`, overlaps what is read, by name."""
+    if out is not None or scratch is not None:
+        written = {"out": [span_of(out, plan.nbytes)], "scratch": [span_of(scratch)]}
+        spans = {name: [span_of(x)] for name, x in read.items() if x is not None}
+        check_apart(written, spans)
+
+
+def check_decoded(
+    src: Any, out: Any, *, base: Any = None, scratch: Any = None, what: str = "out"
+) -> None:
+    """ValueError if `out`, which messages call `what`, or `scratch` overlaps what is read.
+
+    `out` may be the memory of the base, all of it.
+    """
+    if out is None and scratch is None:
+        return
+    here = span_of(out)
+    read: dict[str, Spans] = {DECODED: [span_of(src)]}
+    against = None if base is None else span_of(base)
+    if against is not None and against != here:
+        read["base"] = [against]
+    check_apart({what: [here], "scratch": [span_of(scratch)]}, read)
+
+
+def numbered(error: Exception, what: str) -> Exception:
+    """A TypeError or ValueError as `error` is one, which says that it is of `what`."""
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    return kind(f"{what}: {error}")
+
+
+def each(name: str, call: Callable[..., T], *values: Iterable[Any]) -> list[T]:
+    """What `call` gives for each element of `values`, or of several at a time.
+
+    A TypeError or ValueError says which of `name` it is of.
+    """
+    found: list[T] = []
+    try:
+        for row in zip(*values, strict=True):
+            found.append(call(*row))
+    except (TypeError, ValueError) as error:
+        raise numbered(error, f"{name}[{len(found)}]") from None
     return found
 
 
-def host_stats(spec: CodecSpec, plan: Plan, stats: Any, encoded: Bytes) -> npt.NDArray[Any] | None:
-    """Checked statistics for `plan`, on the host and apart from the memory of the buffer.
+def host_stats(spec: CodecSpec, plan: Plan, stats: Any) -> npt.NDArray[Any] | None:
+    """Checked statistics for `plan`, on the host.
 
     None where they are for `spec`, which the plan does not use.
     """
@@ -202,15 +241,7 @@ def host_stats(spec: CodecSpec, plan: Plan, stats: Any, encoded: Bytes) -> npt.N
     found = arrays.host_array(stats) if on_gpu(stats) else np.asarray(stats)
     with default_floats():
         spec.check_stats(found, plan.dtype)
-    if np.may_share_memory(encoded, found):
-        raise ValueError("out overlaps stats")
     return found if plan.codec == spec else None
-
-
-def spans_of(arrays_of: Sequence[Bits]) -> list[tuple[int, int]]:
-    """Start and end of the memory of contiguous arrays on the host."""
-    starts = [x.__array_interface__["data"][0] for x in arrays_of]
-    return [(start, start + x.nbytes) for start, x in zip(starts, arrays_of, strict=True)]
 
 
 def number(name: str, value: Any) -> float | None:
@@ -223,32 +254,3 @@ def number(name: str, value: Any) -> float | None:
         return float(value)
     except OverflowError:
         raise ValueError(f"{name} is too large; allowed: numbers that a float can be") from None
-
-
-def check_apart(
-    written: Mapping[str, Spans],
-    read: Mapping[str, Spans],
-) -> None:
-    """Raise ValueError if memory that is written overlaps other, read or written.
-
-    Both are starts and ends, by name, with braces where a message is to say which.
-    """
-    names = [*written, *read]
-    groups = [*written.values(), *read.values()]
-    spans = np.concatenate([np.reshape(np.asarray(group, np.int64), (-1, 2)) for group in groups])
-    group = np.repeat(np.arange(len(groups)), list(map(len, groups)))
-    number = np.concatenate([np.arange(len(group)) for group in groups])
-    # Empty ones overlap nothing.
-    order = np.lexsort((spans[:, 1], spans[:, 0]))
-    order = order[spans[order, 0] < spans[order, 1]]
-    starts, ends = spans[order].T
-    is_written = group[order] < len(written)
-    # Of what starts no later the furthest end: of all, and of what is written.
-    others = [np.maximum.accumulate(kind)[:-1] for kind in (ends, np.where(is_written, ends, 0))]
-    found = np.flatnonzero(starts[1:] < np.where(is_written[1:], *others))
-    if found.size:
-        this = int(found[0]) + 1
-        before = ends[:this] if is_written[this] else np.where(is_written[:this], ends[:this], 0)
-        pair = order[[this, int(before.argmax())]]
-        texts = [names[group[i]].format(number[i]) for i in pair]
-        raise ValueError(f"{texts[0]} overlaps {texts[1]}")

@@ -464,6 +464,31 @@ def memory_range(x: Any) -> tuple[str, int, int] | None:
     return device, first, at + sum(step for step in steps if step > 0) + size
 
 
+def span_of(x: Any) -> tuple[int, int]:
+    """Start and end of the memory that an array or bytes lie in; (0, 0) for anything else."""
+    if type(x) is np.ndarray and x.flags.c_contiguous:
+        start: int = x.__array_interface__["data"][0]
+        return start, start + x.nbytes
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and type(x) is torch.Tensor and x.is_contiguous():
+            start = x.data_ptr()
+            return start, start + x.nbytes
+        if is_bytes(x):
+            x = bytes_view(x)
+        library = _library(x)
+        if library is None or (library == "torch" and not has_memory(x)):
+            return 0, 0
+        if library == "jax":
+            start = 0 if _is_traced(x) else x.unsafe_buffer_pointer()
+            return start, start and start + x.nbytes
+        found = memory_range(host_array(x) if library == "numpy" else x)
+    except RuntimeError:
+        # Sparse tensors and those of torch.func transforms have no address.
+        return 0, 0
+    return (0, 0) if found is None else found[1:]
+
+
 def is_float4(x: Any) -> bool:
     """True for PyTorch's packed tensors of 4-bit floats, two in each byte of the last dimension."""
     return _is_a("torch", x) and str(x.dtype) == "torch.float4_e2m1fn_x2" and x.dim() > 0

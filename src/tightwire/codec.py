@@ -8,18 +8,23 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from . import arrays, engine
+from .apart import check_apart, span_of
 from .arguments import (
+    ADDED,
+    ENCODED,
     base_bits,
     check_added,
+    check_decoded,
     check_like,
+    check_out,
     check_scratch,
     device_for,
     host_stats,
-    memory_apart,
     need_float,
     need_key,
     need_no_base,
     on_gpu,
+    output_memory,
     thread_count,
 )
 from .arrays import Target
@@ -27,12 +32,10 @@ from .buffer import Buffer, parsed_source
 from .codecs.common.base import CodecSpec, Key, Plan, ReduceOp
 from .codecs.common.float_mode import default_floats
 from .codecs.common.threads import cpu_count
-from .decoding import DECODED, Source, decode
+from .decoding import Source, decode
 from .formats.codec_ids import CODEC_IDS
 from .formats.dtypes import DType
 from .planning import backend_module, device_module, integer, make_plan, spec_class
-
-_ADDED = "the array that is added"
 
 
 @dataclass(frozen=True)
@@ -253,9 +256,10 @@ class Codec:
         if gpu is not None and out is None and self.homomorphic and info.library == "torch":
             # Where its cells can be added to.
             to_gpu = on_gpu(x)
-        encoded = memory_apart(plan, None if to_gpu else out, bits, against)
+        encoded = output_memory(plan, None if to_gpu else out)
+        check_out(plan, out, {ENCODED: x, "base": base, "stats": stats})
         buffer = Buffer(plan, encoded, target)
-        stats = host_stats(self.spec, plan, stats, encoded)
+        stats = host_stats(self.spec, plan, stats)
         engine.encode_into(
             plan,
             bits,
@@ -332,7 +336,7 @@ class Codec:
             if gpu.decode_add(src, acc, scratch) is not NotImplemented:
                 return acc
             if on_gpu(acc):
-                gpu.check_apart(DECODED, src, "acc", acc)
+                check_decoded(src, acc, what="acc")
                 values = decode(src, like=acc, scratch=scratch)
                 check_like(arrays.describe(values), info)
                 gpu.add(acc, values)
@@ -406,7 +410,7 @@ class Codec:
             values = decode(src, like=x, scratch=scratch, backend=backend)
             found = arrays.describe(values)
             check_added(info, found.shape, found.dtype)
-            gpu.check_apart(_ADDED, x, "out", out)
+            check_apart({"out": [span_of(out)]}, {ADDED: [span_of(x)]})
             return self.encode(
                 gpu.added(values, x),
                 stats=stats,
@@ -422,10 +426,11 @@ class Codec:
 
         target = Target(info.library, info.device)
         parsed = parsed_source(src, None)
-        need_no_base(parsed.plan.codec)
+        need_no_base(parsed.plan.codec, "sums", "decode it by itself")
         dtype = parsed.plan.dtype
         check_added(info, parsed.plan.shape, dtype)
         plan = make_plan(self.spec, dtype, info.shape, chunks, checksum=checksum)
+        check_out(plan, out, {ADDED: x, "stats": stats})
         encoded = many.encode_sum_here(
             self.spec,
             plan,

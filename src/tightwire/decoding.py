@@ -9,7 +9,7 @@ import numpy as np
 from . import arrays, engine
 from .arguments import (
     base_of_buffer,
-    check_over_base,
+    check_decoded,
     check_scratch,
     device_for,
     on_gpu,
@@ -20,8 +20,6 @@ from .buffer import parsed_source
 from .engine import selection
 from .planning import integer
 
-#: What messages call it.
-DECODED = "the buffer that is decoded"
 #: What is decoded: a ``Buffer``, bytes or a uint8 array.
 Source = Any
 
@@ -118,13 +116,11 @@ def decode(
     against = base_of_buffer(plan, base)
     lo, hi, shape = selection(plan, start, stop)
     to_gpu = gpu is not None and on_gpu(out)
+    check_decoded(src, out, base=base)
     if out is None or to_gpu:
         bits = np.empty((hi - lo) * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
     else:
         bits = arrays.writable_bits(out, plan.dtype, shape, "out")
-        if np.may_share_memory(bits, parsed.data):
-            raise ValueError(f"out overlaps {DECODED}")
-        check_over_base(bits, against)
         if base is not None and not plan.needs_base and verify is not False:
             engine.check_before_writing(parsed, lo, hi, verify)
     engine.decode_range(

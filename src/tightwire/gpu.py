@@ -15,7 +15,15 @@ import numpy as np
 import torch
 
 from . import arrays, gpu_memory
-from .arguments import check_base, check_base_of_buffer
+from .apart import span_of
+from .arguments import (
+    ADDED,
+    ENCODED,
+    check_base,
+    check_base_of_buffer,
+    check_decoded,
+    check_out,
+)
 from .arrays import Target, describe
 from .buffer import Buffer, parsed_source
 from .codecs.common.base import CodecSpec, Key, Plan
@@ -38,13 +46,11 @@ from .gpu_arrays import (
     _as_torch,
     _base_on,
     _bytes,
-    _check_apart,
     _export,
     _fits,
     _output,
     _place,
     _scope,
-    _span,
     _upload,
     _values,
     _wide,
@@ -121,15 +127,9 @@ def encode(
         memory = _output_memory(out, plan, place)
         work = _workspace(plan, scratch, place)
         elements = tensor if tensor.is_contiguous() else tensor.contiguous()
-        written = []
-        if out is not None or scratch is not None:
-            written = _written(memory, plan, scratch, work)
-            _check_apart(("the array that is encoded", *_span(tensor)), *written)
-            for against in more.values():
-                _check_apart(("base", *_span(against)), *written)
+        check_out(plan, out, {ENCODED: x, "base": base, "stats": stats}, scratch)
         if stats is not None:
             stats = _stats(spec, stats, info.dtype, place)
-            _check_apart(("stats", *_span(stats)), *written)
         if stats is None or plan.codec != spec:
             stats = _measured(kernels, plan, elements)
         kernels.encode(plan, elements, memory.data, work, stats, key, **more)
@@ -217,10 +217,12 @@ def decode(
             result = torch.empty(shape, dtype=_TORCH[plan.dtype], device=place)
         else:
             result = _output(out, info, plan.dtype, shape, "out", place)
+        check_decoded(src, out, base=base, scratch=scratch)
         held = result
         if out is not None and base is not None and against is None:
-            held = gpu_memory.held_back(result, source.data[: plan.nbytes])
-        _launch(source, held, lo, hi, verify, scratch, base=against, is_new=out is None)
+            # Left alone if the buffer is damaged: it may lie over the base.
+            held = torch.empty_like(result)
+        _launch(source, held, lo, hi, verify, scratch, base=against)
         if held is not result:
             gpu_memory.take_sound(result, held, None if verify else source.memory)
         if out is not None:
@@ -272,7 +274,8 @@ def decode_add(src: Any, acc: Any, scratch: Any) -> Any:
                 f"acc has shape {info.shape}; needed: {plan.shape}, that of the buffer"
             )
         result = _output(acc, info, info.dtype, info.shape, "acc", place)
-        _launch(source, result, 0, plan.nelem, None, scratch, what="acc", add=True)
+        check_decoded(src, acc, scratch=scratch, what="acc")
+        _launch(source, result, 0, plan.nelem, None, scratch, add=True)
     return acc
 
 
@@ -284,27 +287,6 @@ def add(acc: Any, values: Any) -> None:
         result = _output(acc, info, info.dtype, info.shape, "acc", place).view(_TORCH[info.dtype])
         rounded = _values(values, describe(values)).to(result.dtype)
         result.copy_(_wide(result) + _wide(rounded))
-
-
-def check_apart(source_what: str, source: Any, out_what: str, out: Any) -> None:
-    """Raise ValueError if two arrays or Buffers, both in device memory, may share it."""
-    tensors = [_tensor(value) for value in (source, out)]
-    if tensors[0] is not None and tensors[1] is not None:
-        _check_apart((source_what, *_span(tensors[0])), (out_what, *_span(tensors[1])))
-
-
-def _tensor(value: Any) -> torch.Tensor | None:
-    """The device memory of an array or a Buffer, None for what is on the host."""
-    if isinstance(value, Buffer):
-        return None if value._memory is None else value._memory.data
-    if value is None or arrays.is_bytes(value):
-        return None
-    info = describe(value)
-    place = _place(info.library, info.device, None)
-    if place is None:
-        return None
-    with _scope(place, info.library):
-        return _as_torch(value, info)
 
 
 def added(values: Any, x: Any) -> Any:
@@ -350,18 +332,16 @@ def decode_add_encode(
         tensor = _as_torch(x, info)
         sums, work = _output_memory(out, plan, place), _workspace(plan, scratch, place)
         elements = tensor if tensor.is_contiguous() else tensor.contiguous()
-        encoded, *given = _written(sums, plan, scratch, work)
-        start, stop = _span(data, source_plan.nbytes)
-        _check_apart(("the array that is added", *_span(tensor)), encoded, *given)
-        _check_apart(("the buffer that is decoded", start, stop), *given)
-        _, first, last = encoded
+        check_out(plan, out, {ADDED: x, "stats": stats}, scratch)
+        check_decoded(src, None, scratch=scratch)
+        start, stop = span_of(data, source_plan.nbytes)
+        first, last = span_of(sums.data, plan.nbytes)
         if first < stop and start < last:
             if not spec.sums_keep_stats:
                 return NotImplemented
             data = data.clone()
         if stats is not None:
             stats = _stats(spec, stats, plan.dtype, place)
-            _check_apart(("stats", *_span(stats)), encoded, *given)
         own_status = _new_status(place) if memory is None else None
         status = memory.status if memory is not None else own_status
         planned = memory is not None and not memory.assembled
@@ -581,6 +561,11 @@ def _output_memory(out: Any, plan: Plan, place: torch.device) -> Memory:
     return Memory(_writable_bytes(out, plan.nbytes, "out", place))
 
 
+def output_memory(out: Any, plan: Plan, library: str, device: Any) -> Memory:
+    """Memory that `out` has for a buffer of a tensor of a library and device, checked."""
+    return _output_memory(out, plan, _place(library, device, "out"))
+
+
 def _workspace(plan: Plan, scratch: Any, place: torch.device) -> torch.Tensor | None:
     """Work memory of a call: `scratch`, or new.
 
@@ -592,16 +577,6 @@ def _workspace(plan: Plan, scratch: Any, place: torch.device) -> torch.Tensor | 
     if type(plan.codec).scratch_nbytes is CodecSpec.scratch_nbytes:
         return None
     return torch.empty(plan.scratch_nbytes, dtype=torch.uint8, device=place)
-
-
-def _written(
-    memory: Memory, plan: Plan, scratch: Any, work: torch.Tensor | None
-) -> list[tuple[str, int, int]]:
-    """Name, start and end of the memory that encoding writes, the caller's `scratch` included."""
-    spans = [("out", *_span(memory.data, plan.nbytes))]
-    if scratch is not None and work is not None:
-        spans.append(("scratch", *_span(work)))
-    return spans
 
 
 def _measured(kernels: ModuleType, plan: Plan, x: torch.Tensor) -> torch.Tensor | None:
@@ -711,38 +686,23 @@ def _launch(
     verify: bool | None,
     scratch: Any,
     *,
-    what: str = "out",
     add: bool = False,
     base: torch.Tensor | None = None,
     status: torch.Tensor | None = None,
-    is_new: bool = False,
 ) -> None:
     """Decode flat elements `lo` to `hi` to `out`, or if that is None only check them.
 
-    `out` may be the memory of `base`, all of it; it `is_new` if nobody else has it. What is wrong
-    is told in `status`, int64, shape (1,), zero so far, which the caller reads. The device compares
-    the header with the plan's where the host has not read it.
+    `out` may be the memory of `base`, all of it. What is wrong is told in `status`, int64, shape
+    (1,), zero so far, which the caller reads. The device compares the header with the plan's where
+    the host has not read it.
     """
     kernels, plan, data, starts, memory = source
     planned = memory is not None and not memory.assembled
     work = _workspace(plan, scratch, data.device)
-    spans: list[tuple[str, int, int]] = []
-    if not (is_new and scratch is None and base is None):
-        spans.append(("the buffer that is decoded", *_span(data, plan.nbytes)))
-        if out is not None:
-            spans.append((what, *_span(out)))
-        if work is not None and scratch is not None:
-            spans.append(("scratch", *_span(work)))
-        _check_apart(*spans)
     more: dict[str, Any] = {} if base is None else {"base": base}
     if base is not None:
-        here = "base", *_span(base)
-        # The work memory and the buffer are read or written while the base is read.
-        _check_apart(here, *[span for span in spans if span[0] != what])
-        if out is not None and spans[1][1:] == here[1:]:
+        if out is not None and span_of(out) == span_of(base):
             more["in_place"] = True
-        else:
-            _check_apart(here, *spans)
     elif add:
         more["add"] = True
     own_status = None

@@ -253,26 +253,6 @@ def _output(
     return tensor
 
 
-def _check_apart(*spans: tuple[str, int, int]) -> None:
-    """Raise ValueError if any two of these, name, start and end of memory, overlap."""
-    for i in range(1, len(spans)):
-        what, start, stop = spans[i]
-        for other, other_start, other_stop in spans[:i]:
-            if start < other_stop and other_start < stop:
-                raise ValueError(f"{what} overlaps {other}")
-
-
-def _span(x: torch.Tensor, nbytes: int | None = None) -> tuple[int, int]:
-    """Start and end of the memory of a tensor, or of its first bytes, if it is contiguous."""
-    start = x.data_ptr()
-    if nbytes is not None:
-        return start, start + nbytes
-    if x.is_contiguous():
-        return start, start + x.nbytes
-    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    return start, start + (last + 1) * x.element_size()
-
-
 def _download(data: torch.Tensor) -> Bytes:
     host: Bytes = data.cpu().numpy()
     return host

@@ -25,8 +25,7 @@ views of other GPUs' memory that is mapped there, as PyTorch's symmetric memory.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import accumulate, repeat
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,7 +33,8 @@ import numpy as np
 import torch
 
 from . import arrays
-from .arguments import Spans, check_added, check_apart, need_float, source_target
+from .apart import Spans, check_apart, span_of, spans_of
+from .arguments import check_added, each, source_target
 from .arrays import ArrayInfo, Listed, Target, describe, plain_tensors
 from .buffer import Buffer
 from .codecs.common.base import CodecSpec, Key, Plan
@@ -47,7 +47,6 @@ from .formats.errors import FormatError
 from .formats.header import ALIGN
 from .gpu import (
     _FUSED_ADD,
-    _UINT8,
     _is_host,
     _kernels,
     _library_of,
@@ -62,18 +61,18 @@ from .gpu import (
 from .gpu_arrays import (
     _TORCH,
     _as_torch,
-    _check_apart,
     _export,
     _output,
     _place,
     _scope,
-    _span,
     _values,
     _writable_bytes,
     new_tensors,
 )
+from .gpu_each import check_each, decode_each
 from .gpu_memory import Memory, Views
-from .planning import DEVICE_BACKEND, make_plan
+from .planning import make_plan
+from .terms import check_decoded_apart, check_encoded_apart, check_plans, of_term, split
 
 T = TypeVar("T")
 
@@ -122,15 +121,15 @@ def encode_many(
         work = _Work(scratch, place)
         own = None
         if stats is not None:
-            own = [None if s is None else _stats(spec, s, dtype, place) for s in stats]
-        if out is not None or scratch is not None:
-            check_apart(
-                {"out[{}]": _spans(memories, plans), "scratch": list(map(_span, work.given))},
-                {
-                    "tensors[{}]": _spans_of(given, addresses, plans),
-                    "stats[{}]": [(0, 0) if s is None else _span(s) for s in own or ()],
-                },
+            own = each(
+                "stats", lambda s: None if s is None else _stats(spec, s, dtype, place), stats
             )
+        if out is not None or scratch is not None:
+            read = {
+                "tensors[{}]": _spans_of(tensors, addresses, plans),
+                "stats[{}]": spans_of(stats or ()),
+            }
+            check_apart({"out[{}]": _spans(memories, plans), "scratch": [span_of(scratch)]}, read)
         for numbers in _alike(plans):
             # Buffers of another codec than that asked for are raw.
             measured = own is not None and plans[numbers[0]].codec == spec
@@ -160,7 +159,7 @@ def _are_on_host(outs: Sequence[Any], required: bool) -> bool:
     """Whether memory for buffers, None where there is none, is on the host; see `_is_host`."""
     if all(type(o) is Buffer and o._memory is not None for o in outs):
         return False
-    return any(o is not None and _is_host(o, required) for o in outs)
+    return any(each("out", lambda o: o is not None and _is_host(o, required), outs))
 
 
 def encode_into(
@@ -312,32 +311,34 @@ def memories_of(
     made = list(map(Memory, repeat(whole), starts, map(operator.add, starts, sizes)))
     if outs is None:
         return made
-    return [
-        memory if o is None else _output_memory(o, plan, place)
-        for memory, plan, o in zip(made, plans, outs, strict=True)
-    ]
+
+    def memory_of(memory: Memory, plan: Plan, o: Any) -> Memory:
+        return memory if o is None else _output_memory(o, plan, place)
+
+    return each("out", memory_of, made, plans, outs)
 
 
 def decode_many(
     buffers: Sequence[Any],
-    *,
+    numbers: Sequence[int],
     out: Sequence[Any] | None,
+    results: list[Any],
+    *,
     scratch: Any,
     max_nbytes: int | None,
+    threads: int | None,
     required: bool,
-) -> Any:
-    """As `tightwire.decode_many`; NotImplemented where no buffer is for kernels of many.
+) -> dict[int, FormatError]:
+    """Decode the buffers with these numbers as `tightwire.decode_many`, to `results`.
 
-    Damage in a Buffer is found when that is checked. The FormatError that is raised here is that of
-    the first source whose header the host reads, after all others were decoded.
+    These are those of `out`, or None. Damage in a Buffer is found when that is checked; the errors
+    that are returned, by number, are of sources whose headers the host reads.
     """
     outs = [None] * len(buffers) if out is None else out
     fit = None if out is None else plain_tensors(out)
-    groups, alone = _groups(buffers, out, fit, required)
-    if not groups:
-        return NotImplemented
-    results = [*outs]
-    failed: dict[int, FormatError] = {}
+    groups, alone = _groups(buffers, numbers, out, fit, required)
+    limits: dict[str, Any] = {"max_nbytes": max_nbytes, "required": required}
+    alone, failed = check_each(alone, buffers, outs, **limits)
     parts: list[_Part] = []
     for (place, _, target), numbers in groups.items():
         kept = numbers
@@ -362,8 +363,8 @@ def decode_many(
                     elements = _elements(plans, given, kept, plain_tensors(given), place)
             begins = Memory.addresses(memories)
             parts.append(_Part(kept, plans, memories, begins, elements, target, place))
-    if out is not None:
-        _check_outs_apart(parts, alone, buffers, out)
+    if out is not None or scratch is not None:
+        _check_outs_apart(parts, buffers, outs, scratch)
     for numbers, plans, memories, begins, elements, target, place in parts:
         with _scope(place, target.library):
             _decode_alike(plans, memories, begins, elements)
@@ -371,47 +372,49 @@ def decode_many(
             for i, x in lacking:
                 if outs[i] is None:
                     results[i] = _export(x, plans[0].dtype, target)
-    options: dict[str, Any] = {"scratch": scratch, "max_nbytes": max_nbytes}
-    options["backend"] = DEVICE_BACKEND if required else None
-    for i in alone:
-        try:
-            results[i] = decode(buffers[i], out=outs[i], **options)
-        except FormatError as error:
-            failed[i] = error
-    if failed:
-        raise failed[min(failed)].of_buffer(min(failed)) from None
-    return results
+    options: dict[str, Any] = {"scratch": scratch, "threads": threads}
+    return failed | decode_each(alone, buffers, results, **limits, **options)
 
 
 def _groups(
-    buffers: Sequence[Any], out: Sequence[Any] | None, fit: Listed | None, required: bool
+    buffers: Sequence[Any],
+    numbers: Sequence[int],
+    out: Sequence[Any] | None,
+    fit: Listed | None,
+    required: bool,
 ) -> tuple[dict[Any, list[int]], list[int]]:
-    """Numbers of buffers that are decoded at a time, by `_group_of`, and of those that are not.
+    """Of `numbers` those of buffers that are decoded at a time, by `_group_of`, and the others.
 
     `fit` is what `out` is, if it is known.
     """
     groups: dict[Any, list[int]] = {}
     alone: list[int] = []
     known: dict[tuple[int, int, int], list[int]] = {}
-    for i, src in enumerate(buffers):
+    for i in numbers:
+        src = buffers[i]
         if type(src) is not Buffer or src._memory is None:
             alone.append(i)
             continue
         key = id(src.plan), id(src._target), id(src._memory.whole)
-        numbers = known.get(key)
-        if numbers is None:
-            group = _group_of(src, required)
-            numbers = known[key] = alone if group is None else groups.setdefault(group, [])
-        if out is not None and fit is None and out[i] is not None and numbers is not alone:
-            numbers = numbers if describe(out[i])[:2] == src.target else alone
-        numbers.append(i)
+        alike = known.get(key)
+        if alike is None:
+            group = _group_of(src)
+            alike = known[key] = alone if group is None else groups.setdefault(group, [])
+        if out is not None and fit is None and out[i] is not None and alike is not alone:
+            alike = alike if _is_at(out[i], src.target) else alone
+        alike.append(i)
     if fit is not None:
         for group in [group for group in groups if group[2] != fit[:2]]:
             alone += groups.pop(group)
-    return {group: numbers for group, numbers in groups.items() if numbers}, sorted(alone)
+    return {group: alike for group, alike in groups.items() if alike}, sorted(alone)
 
 
-def _group_of(src: Buffer, required: bool) -> Any:
+def _is_at(x: Any, target: Target) -> bool:
+    """Whether `x` is an array of a library and on a device."""
+    return arrays.is_array(x) and describe(x)[:2] == target
+
+
+def _group_of(src: Buffer) -> Any:
     """What Buffers in device memory have in common that are decoded at a time; None for one that
     is not among them.
 
@@ -421,7 +424,7 @@ def _group_of(src: Buffer, required: bool) -> Any:
     place = _place(target.library, target.device, None)
     if place is None or src._memory is None or src._memory.whole.device != place:
         return None
-    if not hasattr(_kernels(plan, required), "decode_many"):
+    if not hasattr(_kernels(plan, False), "decode_many"):
         return None
     return place, (plan.codec, plan.dtype), target
 
@@ -439,25 +442,19 @@ class _Part(NamedTuple):
 
 
 def _check_outs_apart(
-    parts: list[_Part], alone: list[int], buffers: Sequence[Any], outs: Sequence[Any]
+    parts: list[_Part], buffers: Sequence[Any], outs: Sequence[Any], scratch: Any
 ) -> None:
-    """Raise ValueError if memory of `outs` overlaps other, or a Buffer; and if one does not fit."""
+    """Raise ValueError if `outs` or `scratch` overlap other memory that is read or written."""
     written, read = np.zeros((2, len(outs), 2), np.int64)
+    alone = np.ones(len(outs), bool)
     for part in parts:
         starts = np.fromiter(map(torch.Tensor.data_ptr, part.elements), np.int64)
         written[part.numbers] = _with_ends(starts, part.plans)
         read[part.numbers] = _with_sizes(part.begins, part.plans)
-    for i in alone:
-        src = buffers[i]
-        if outs[i] is not None:
-            info = describe(outs[i])
-            place = _place(info.library, info.device, None)
-            if place is not None and isinstance(src, Buffer):
-                x = _output(outs[i], info, src.plan.dtype, src.plan.shape, f"out[{i}]", place)
-                written[i] = _span(x)
-        if isinstance(src, Buffer) and src._memory is not None:
-            read[i] = _span(src._memory.data, src.plan.nbytes)
-    check_apart({"out[{}]": written}, {"buffers[{}]": read})
+        alone[part.numbers] = False
+    for i in np.flatnonzero(alone).tolist():
+        written[i], read[i] = span_of(outs[i]), span_of(buffers[i])
+    check_apart({"out[{}]": written, "scratch": [span_of(scratch)]}, {"buffers[{}]": read})
 
 
 def _decode_alike(
@@ -546,48 +543,17 @@ class _Terms(NamedTuple):
 
 def _terms(terms: Sequence[Any]) -> _Terms:
     """The terms of a sum, checked. FormatError names a buffer whose header the host reads."""
-    tensors = [i for i, x in enumerate(terms) if _is_tensor(x)]
-    numbers = [i for i in range(len(terms)) if i not in tensors]
-    buffers = [terms[i] for i in numbers]
-    if not buffers or len(tensors) > 1:
-        raise ValueError(
-            f"terms are {len(buffers)} buffers and {len(tensors)} tensors; allowed: at least one "
-            "buffer, at most one tensor"
-        )
+    numbers, tensor = split(terms)
     plans = []
-    for number, src in zip(numbers, buffers, strict=True):
-        with _named(number, len(buffers) > 1):
+    for number in numbers:
+        src = terms[number]
+        with of_term(number, len(numbers) > 1):
             plans.append(src.plan if isinstance(src, (Buffer, Parsed)) else head(src).plan)
-    plan = plans[0]
-    need_float(plan.dtype, "the buffer")
-    for number, other in zip(numbers, plans, strict=True):
-        if other is not plan and _what(other) != _what(plan):
-            raise ValueError(
-                f"terms[{number}] is of {_what(other)}; needed: {_what(plan)}, as the first buffer"
-            )
-    x = terms[tensors[0]] if tensors else None
+    check_plans(numbers, plans)
+    x = None if tensor is None else terms[tensor]
     if x is not None:
-        check_added(describe(x), plan.shape, plan.dtype)
-    return _Terms(plan, buffers, x, tensors[0] if tensors else 0)
-
-
-def _what(plan: Plan) -> tuple[Any, ...]:
-    return plan.codec, plan.dtype.name, plan.shape, plan.chunks
-
-
-def _is_tensor(x: Any) -> bool:
-    if isinstance(x, (Buffer, Parsed)) or arrays.is_bytes(x):
-        return False
-    return describe(x).dtype != _UINT8
-
-
-@contextmanager
-def _named(number: int, several: bool) -> Iterator[None]:
-    """A FormatError within is that of term `number`, if there are `several` buffers."""
-    try:
-        yield
-    except FormatError as error:
-        raise (error.of_buffer(number) if several else error) from None
+        check_added(describe(x), plans[0].shape, plans[0].dtype)
+    return _Terms(plans[0], [terms[number] for number in numbers], x, tensor or 0)
 
 
 def decode_sum(
@@ -609,9 +575,8 @@ def decode_sum(
             result = torch.empty(plan.shape, dtype=_TORCH[wanted], device=place)
         else:
             result = _output(out, describe(out), wanted, plan.shape, "out", place)
+        check_decoded_apart(terms, out, scratch)
         x = _local(given, place)
-        for read in [*given.memory(place), *([] if x is None else [x])]:
-            _check_apart(("a term", *_span(read)), ("out", *_span(result)))
         _sum_into(given, x, result, wanted, scale, scratch)
         return _export(result, wanted, target) if out is None else out
 
@@ -663,16 +628,15 @@ def encode_sum(
     with _scope(place, target.library, target.library if out is None else _library_of(out)):
         x = _local(given, place)
         memory = _output_memory(out, plan, place)
-        first, last = _span(memory.data, plan.nbytes)
-        if x is not None:
-            _check_apart(("the array that is added", *_span(x)), ("out", first, last))
+        first, last = span_of(memory.data, plan.nbytes)
+        check_encoded_apart(plan, terms, given.x, out, stats, scratch)
         if stats is not None:
             stats = _stats(spec, stats, dtype, place)
-            _check_apart(("stats", *_span(stats)), ("out", first, last))
         if planned is not None and fused:
             srcs = [
-                data.clone() if _span(data)[0] < last and first < _span(data)[1] else data
+                data.clone() if start < last and first < stop else data
                 for data in given.memory(place)
+                for start, stop in [span_of(data)]
             ]
             kernels.encode_sum(
                 plan,
@@ -740,7 +704,7 @@ def _sum_into(
     for number, src in enumerate(terms):
         values = src
         if src is not x:
-            with _named(number, len(given.buffers) > 1):
+            with of_term(number, len(given.buffers) > 1):
                 values = decode(src, out=decoded, scratch=scratch)
         # Never in place: a term of float32 is not copied by `to`.
         total = values.to(wide, copy=True) if total is None else total + values.to(wide)
@@ -769,12 +733,10 @@ def _with_sizes(begins: Words, plans: Sequence[Plan]) -> Spans:
     return np.stack([begins, begins + [plan.nbytes for plan in plans]], 1)
 
 
-def _spans_of(
-    tensors: Sequence[torch.Tensor], addresses: Words | None, plans: Sequence[Plan]
-) -> Spans:
+def _spans_of(tensors: Sequence[Any], addresses: Words | None, plans: Sequence[Plan]) -> Spans:
     """Start and end of tensors; of contiguous ones at `addresses`."""
     if addresses is None:
-        return list(map(_span, tensors))
+        return spans_of(tensors)
     return _with_ends(addresses, plans)
 
 

@@ -15,7 +15,7 @@ from .codecs.common.base import Bytes, Plan
 from .engine import Head, check_plan, parse_head
 from .formats.dtypes import BY_NAME
 from .formats.header import ALIGN, RECORD
-from .gpu_arrays import _check_apart, _download, _export, _scope, _span, _upload, unrelated
+from .gpu_arrays import _download, _export, _scope, _upload, unrelated
 
 _UINT8, _INT64 = BY_NAME["uint8"], BY_NAME["int64"]
 _status_lock = threading.Lock()
@@ -230,15 +230,6 @@ def match_header(plan: Plan, data: torch.Tensor, status: torch.Tensor) -> None:
     from .codecs.common.frame_triton import frame_of
 
     frame_of(plan).check_header(data, status)
-
-
-def held_back(result: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
-    """Memory to decode a tensor that is stored raw to, where `result` may lie over its base.
-
-    That is left alone if the buffer is damaged: see `take_sound`.
-    """
-    _check_apart(("the buffer that is decoded", *_span(encoded)), ("out", *_span(result)))
-    return torch.empty_like(result)
 
 
 def take_sound(result: torch.Tensor, decoded: torch.Tensor, memory: Memory | None) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from .arguments import check_apart
 from .arrays import describe
 from .codecs.common.base import Key, Plan
 from .codecs.common.frame_triton import places_of, problem
@@ -19,7 +18,7 @@ from .codecs.common.record_triton import record
 from .formats.dtypes import BY_NAME, DType
 from .formats.errors import FormatError
 from .gpu import _FUSED_ADD, _kernels, _measured, _stats, _takes_stats
-from .gpu_arrays import _TORCH, _bytes, _check_apart, _output, _place, _scope, _span
+from .gpu_arrays import _TORCH, _bytes, _output, _place, _scope
 from .gpu_many import _alike, _encode_alike, _some, _Work
 from .gpu_memory import Memory
 from .prepared import Prepared, Terms, check_terms, named
@@ -53,10 +52,6 @@ def encode_many(
             _stats(p.codec, s, p.dtype, place) if _takes_stats(p.codec, p.dtype) else None
             for p, s in zip(plans, stats, strict=True)
         ]
-    read = {"xs[{}]": list(map(_span, elements))}
-    if given is not None:
-        read["stats[{}]"] = [(0, 0) if s is None else _span(s) for s in given]
-    check_apart({"outs[{}]": list(map(_span, buffers))}, read)
 
     memories = list(map(Memory, buffers))
 
@@ -104,7 +99,6 @@ def decode(
         allowed = (plan.dtype, _FLOAT32)
     data = _buffer("src", src, plan, place)
     result = _output_of("out", out, allowed, shape, place)
-    _check_apart(("the buffer that is decoded", *_span(data)), ("out", *_span(result)))
     statuses = _new_statuses(1, place)
     work = torch.empty(plan.scratch_nbytes, dtype=torch.uint8, device=place)
 
@@ -135,7 +129,6 @@ def decode_many(plans: Sequence[Plan], srcs: Sequence[Any], outs: Sequence[Any])
         _output_of(f"outs[{i}]", out, (plan.dtype,), plan.shape, place)
         for i, (out, plan) in enumerate(zip(outs, plans, strict=True))
     ]
-    check_apart({"outs[{}]": list(map(_span, results))}, {"srcs[{}]": list(map(_span, sources))})
     statuses = _new_statuses(len(plans), place)
     words = list(statuses.split(1))
 
@@ -156,7 +149,6 @@ def decode_sum(plan: Plan, terms: Terms, out: Any) -> Prepared:
     kernels = _kernels_for_sums(plan)
     sources, x = _terms(plan, terms, place)
     result = _output_of("out", out, (plan.dtype, _FLOAT32), plan.shape, place)
-    _check_terms_apart(sources, x, result)
     statuses = _new_statuses(len(sources), place)
 
     def call() -> None:
@@ -174,10 +166,7 @@ def encode_sum(plan: Plan, terms: Terms, out: Any, stats: Any, key: Key | None) 
     kernels = _kernels_for_sums(plan)
     sources, x = _terms(plan, terms, place)
     encoded = _buffer("out", out, plan, place)
-    _check_terms_apart(sources, x, encoded)
     given = None if stats is None else _stats(plan.codec, stats, plan.dtype, place)
-    if given is not None:
-        _check_apart(("stats", *_span(given)), ("out", *_span(encoded)))
     fused = hasattr(kernels, "encode_sum")
     if not fused and given is None and plan.codec.sums_keep_stats:
         raise ValueError(f"no kernel keeps the statistics of {plan.codec.name}; allowed: stats")
@@ -306,10 +295,3 @@ def _terms(
     if terms.x is None:
         return sources, None
     return sources, _elements("x", terms.x, (plan.dtype, _FLOAT32), plan.shape, place)
-
-
-def _check_terms_apart(
-    sources: Sequence[torch.Tensor], x: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    for read in (*sources, *(() if x is None else (x,))):
-        _check_apart(("a term", *_span(read)), ("out", *_span(out)))

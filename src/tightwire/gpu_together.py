@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .arguments import check_base, check_base_of_buffer
+from .arguments import check_base, check_base_of_buffer, check_decoded
 from .arrays import ArrayInfo, Target, describe, host_array
 from .buffer import Buffer
 from .codec import Codec
@@ -365,6 +365,7 @@ class Together:
             starts = None
             if not head.header.dynamic_stride and plan.layout.dynamic_bound:
                 starts = _upload(np.array(head.dynamic_at, np.int64), data.device)
+            check_decoded(data, out, base=base)
             source = _Source(kernels, plan, data, starts)
             against = base if plan.needs_base else None
             _launch(

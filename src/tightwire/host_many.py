@@ -13,6 +13,7 @@ from .codecs.common.base import Bits, Bytes, Key, Plan
 from .codecs.common.float_mode import default_floats
 from .engine import Parsed, decode_here, encode_here
 from .formats.errors import FormatError
+from .planning import backend_module
 
 E = TypeVar("E", bound=Exception)
 
@@ -28,15 +29,25 @@ class Encoding(NamedTuple):
 
 @default_floats()
 def encode_all(
-    items: Sequence[Encoding], key: Key | None, threads: int, backend: str | None
-) -> list[Exception | None]:
-    """Encode tensors as `engine.encode_into` does; for each what it raised, or None."""
+    items: Sequence[Encoding], key: Key | None, threads: int, backend: str | None, name: str
+) -> None:
+    """Encode tensors as `engine.encode_into` does.
+
+    The first error is raised after the others have been encoded, with a note which of `name` it is
+    of.
+    """
+    for codec in {item.plan.codec.name for item in items}:
+        backend_module(codec, backend)
 
     def encode(i: int, threads: int) -> None:
         plan, bits, out, stats = items[i]
         encode_here(plan, bits, out, stats, key, threads, backend)
 
-    return _each(encode, [item.bits.nbytes for item in items], threads, Exception)
+    sizes = [item.bits.nbytes for item in items]
+    for i, error in enumerate(_each(encode, sizes, threads, Exception)):
+        if error is not None:
+            error.add_note(f"The error is of {name}[{i}]")
+            raise error
 
 
 @default_floats()

@@ -5,29 +5,33 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from . import arrays, engine, host_many, host_sums
+from .apart import Spans, check_apart, span_of, spans_of
 from .arguments import (
     check_added,
-    check_apart,
+    check_decoded,
     check_like,
     check_scratch,
     device_for,
+    each,
     host_stats,
     need_float,
     need_key,
     need_no_base,
+    need_no_base_in_batch,
     number,
     on_gpu,
     output_memory,
     source_target,
-    spans_of,
     thread_count,
 )
 from .arrays import Target
@@ -37,15 +41,14 @@ from .codecs.common.float_mode import default_floats
 from .codecs.common.sums import FLOAT32
 from .codecs.common.threads import cpu_count
 from .engine import Parsed
-from .formats.dtypes import BY_NAME, DType
+from .formats.dtypes import DType
 from .formats.errors import FormatError
 from .formats.header import ALIGN
 from .planning import device_many, integer, make_plan
+from .terms import check_decoded_apart, check_encoded_apart, check_plans, of_term, split
 
 if TYPE_CHECKING:
     from .codec import Codec
-
-_UINT8 = BY_NAME["uint8"]
 
 
 def encode_many(
@@ -70,6 +73,7 @@ def encode_many(
         return []
     kinds = _described(tensors)
     codec.require_key(tensors[0], key)
+    need_no_base(codec.spec, "batches", "encode each by itself")
     gpu = device_for(backend, tensors[0], *outs)
     if gpu is not None:
         on_device, found = device_many(), NotImplemented
@@ -87,29 +91,24 @@ def encode_many(
             )
         if found is not NotImplemented:
             return found
+    library, device, dtype, shapes, _ = kinds
+    plans = [make_plan(codec.spec, dtype, tuple(shape), checksum=checksum) for shape in shapes]
+    memory = _memory(plans, out, kinds, gpu)
+    if out is not None or scratch is not None:
+        spans = [span_of(o, plan.nbytes) for o, plan in zip(outs, plans, strict=True)]
+        read: dict[str, Spans] = {"tensors[{}]": spans_of(tensors), "stats[{}]": spans_of(given)}
+        check_apart({"out[{}]": spans, "scratch": [span_of(scratch)]}, read)
+    if gpu is not None:
         options = {"key": key, "scratch": scratch, "checksum": checksum}
         options |= {"threads": threads, "backend": backend}
         return [
             codec.encode(x, stats=s, out=o, **options)
             for x, s, o in zip(tensors, given, outs, strict=True)
         ]
-    library, device, dtype, shapes, _ = kinds
-    plans = [make_plan(codec.spec, dtype, tuple(shape), checksum=checksum) for shape in shapes]
     bits = [arrays.host_bits(x, dtype) for x in tensors]
-    if out is None:
-        memory = _side_by_side(plans)
-    else:
-        memory = list(map(_output, range(len(outs)), plans, outs))
-        check_apart({"out[{}]": spans_of(memory)}, {"tensors[{}]": spans_of(bits)})
-    checked = [
-        host_stats(codec.spec, plan, s, encoded)
-        for plan, s, encoded in zip(plans, given, memory, strict=True)
-    ]
+    checked = each("stats", partial(host_stats, codec.spec), plans, given)
     items = list(map(host_many.Encoding, plans, bits, memory, checked))
-    for i, error in enumerate(host_many.encode_all(items, key, count, backend)):
-        if error is not None:
-            error.add_note(f"tensors[{i}] was encoded")
-            raise error
+    host_many.encode_all(items, key, count, backend, "tensors")
     target = Target(library, device)
     return [Buffer(plan, encoded, target) for plan, encoded in zip(plans, memory, strict=True)]
 
@@ -161,11 +160,24 @@ def _one_each(name: str, values: Any, n: int) -> list[Any]:
     return found
 
 
-def _output(i: int, plan: Plan, out: Any) -> Bytes:
-    try:
-        return output_memory(plan, out)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"out[{i}]: {error}") from None
+def _memory(
+    plans: Sequence[Plan], out: Sequence[Any] | None, kinds: arrays.Listed, gpu: Any
+) -> list[Any]:
+    """Memory for buffers: checked, of `out` if that is not None.
+
+    With `gpu`, `tightwire.gpu`, it may be there; what is to be new is then None.
+    """
+    if out is None:
+        return [None] * len(plans) if gpu is not None else list(_side_by_side(plans))
+
+    def memory(plan: Plan, o: Any) -> Any:
+        if gpu is None:
+            return output_memory(plan, o)
+        if on_gpu(o):
+            return gpu.output_memory(o, plan, kinds.library, kinds.device)
+        return None if o is None else output_memory(plan, o)
+
+    return each("out", memory, plans, out)
 
 
 def _side_by_side(plans: Sequence[Plan]) -> list[Bytes]:
@@ -188,7 +200,8 @@ def decode_many(
     """Decode many buffers, of any codecs, dtypes and sizes, faster than one by one.
 
     Each is checked as ``decode`` checks it. If some are damaged the others are decoded all the
-    same; then the error of the first damaged one is raised.
+    same; then the error of the first damaged one is raised. A buffer that needs a base, which
+    ``decode`` alone takes, counts as damaged, with the reason ``"base_mismatch"``.
 
     Args:
         buffers: A list or tuple of what ``decode`` takes: ``Buffer`` objects, bytes-like objects
@@ -211,7 +224,7 @@ def decode_many(
             ``Buffer.check()``, each its own error.
         TypeError: If an argument has a wrong type.
         ValueError: If a value is out of range, or an array of ``out`` does not fit, or overlaps a
-            buffer or another array. Nothing has been decoded then.
+            buffer, ``scratch`` or another array. Nothing has been decoded then.
 
     Example:
         >>> import numpy as np
@@ -234,25 +247,21 @@ def decode_many(
     for i in here:
         try:
             parsed = parsed_source(buffers[i], max_nbytes)
+            need_no_base_in_batch(parsed.plan)
         except FormatError as error:
             failed[i] = error
         except (TypeError, ValueError) as error:
             raise type(error)(f"buffers[{i}]: {error}") from None
         else:
             known[i] = parsed, _elements(f"out[{i}]", outs[i], parsed.plan)
-    if out is not None and known:
-        check_apart(
-            {"out[{}]": _placed(known, [bits for _, bits in known.values()], len(buffers))},
-            {"buffers[{}]": _placed(known, [p.data for p, _ in known.values()], len(buffers))},
-        )
+    if here and (out is not None or scratch is not None):
+        written: dict[str, Spans] = {"out[{}]": spans_of(outs), "scratch": [span_of(scratch)]}
+        check_apart(written, {"buffers[{}]": spans_of(buffers)})
     results = list(outs)
     if there:
-        sources, given = [buffers[i] for i in there], [outs[i] for i in there]
-        options = {"scratch": scratch, "max_nbytes": max_nbytes}
-        found, wrong = _decode_there(sources, given, options, threads, backend)
-        for i, result in zip(there, found, strict=True):
-            results[i] = result
-        failed |= {there[k]: error for k, error in wrong.items()}
+        options = {"scratch": scratch, "max_nbytes": max_nbytes, "threads": threads}
+        required = backend is not None
+        failed |= _decode_there(there, buffers, out, results, required=required, **options)
     errors = host_many.decode_all(list(known.values()), count, backend)
     for (i, (parsed, bits)), problem in zip(known.items(), errors, strict=True):
         if problem is not None:
@@ -296,88 +305,50 @@ def _elements(name: str, out: Any, plan: Plan, dtype: DType | None = None) -> Bi
 
 
 def _decode_there(
+    numbers: list[int],
     buffers: list[Any],
-    outs: list[Any],
-    options: dict[str, Any],
-    threads: int | None,
-    backend: str | None,
-) -> tuple[list[Any], dict[int, FormatError]]:
-    """Arrays of the buffers that a GPU decodes, and errors by place in `buffers`."""
-    on_device = device_many()
-    if isinstance(on_device, ModuleType):
-        out = outs if any(x is not None for x in outs) else None
-        required = backend is not None
-        try:
-            done = on_device.decode_many(buffers, out=out, **options, required=required)
-        except FormatError as error:
-            number = error.number or 0
-            detail = error.detail.removeprefix(f"buffer {number}: ")
-            return outs, {number: FormatError(error.reason, detail)}
-        if done is not NotImplemented:
-            return done, {}
-    from .decoding import decode
+    out: Sequence[Any] | None,
+    results: list[Any],
+    **options: Any,
+) -> dict[int, FormatError]:
+    """Decode the buffers with these numbers where a GPU is, to `results`: those of `out`, or None.
 
-    found = list(outs)
-    failed = {}
-    for i, src in enumerate(buffers):
-        try:
-            found[i] = decode(src, out=outs[i], **options, threads=threads, backend=backend)
-        except FormatError as error:
-            failed[i] = error
-    return found, failed
+    What is wrong with others.
+    """
+    module = device_many()
+    if not isinstance(module, ModuleType):
+        module = importlib.import_module("tightwire.gpu_each")
+    found: dict[int, FormatError] = module.decode_many(buffers, numbers, out, results, **options)
+    return found
 
 
 class _Terms(NamedTuple):
-    """The terms of a sum on the host, the first buffer's plan, and where the result goes."""
+    """The terms of a sum on the host, the first buffer's plan, and where the result goes.
+
+    `tensor` is that among the terms as it was passed, or None.
+    """
 
     terms: list[Parsed | Bits]
     plan: Plan
     target: Target
-
-
-def _is_tensor(x: Any) -> bool:
-    return not isinstance(x, (Buffer, Parsed)) and (
-        arrays.is_array(x) and not arrays.is_bytes(x) and arrays.describe(x).dtype != _UINT8
-    )
+    tensor: Any
 
 
 def _terms(terms: list[Any]) -> _Terms:
     """Check the terms of a sum. Raises FormatError, whose number is the place of a buffer."""
-    places = [i for i, x in enumerate(terms) if not _is_tensor(x)]
-    if not places or len(terms) > len(places) + 1:
-        raise ValueError(
-            f"terms are {len(places)} buffers and {len(terms) - len(places)} tensors; allowed: at "
-            "least one buffer, at most one tensor"
-        )
+    numbers, tensor = split(terms)
     found: list[Any] = list(terms)
-    for i in places:
-        try:
+    for i in numbers:
+        with of_term(i, len(numbers) > 1):
             found[i] = parsed_source(terms[i], None)
-        except FormatError as error:
-            raise (error if len(places) == 1 else error.of_buffer(i)) from None
-    plan = found[places[0]].plan
-    need_float(plan.dtype, "the buffer")
-    for i in places:
-        other = found[i].plan
-        need_no_base(other.codec)
-        if _alike(other) != _alike(plan):
-            brief = "{} of {.name}{} in {} chunks"
-            raise ValueError(
-                f"terms[{i}] is {brief.format(*_alike(other))}; needed: "
-                f"{brief.format(*_alike(plan))}, as terms[{places[0]}]"
-            )
-    target = source_target(terms[places[0]])
-    for i, x in enumerate(terms):
-        if i not in places:
-            info = arrays.describe(x)
-            check_added(info, plan.shape, plan.dtype)
-            target, found[i] = Target(info.library, info.device), arrays.host_bits(x, info.dtype)
-    return _Terms(found, plan, target)
-
-
-def _alike(plan: Plan) -> tuple[CodecSpec, DType, list[int], int]:
-    """What is equal in all buffers of a sum."""
-    return plan.codec, plan.dtype, list(plan.shape), plan.chunks
+    check_plans(numbers, [found[i].plan for i in numbers])
+    plan, target = found[numbers[0]].plan, source_target(terms[numbers[0]])
+    if tensor is not None:
+        info = arrays.describe(terms[tensor])
+        check_added(info, plan.shape, plan.dtype)
+        found[tensor] = arrays.host_bits(terms[tensor], info.dtype)
+        target = Target(info.library, info.device)
+    return _Terms(found, plan, target, None if tensor is None else terms[tensor])
 
 
 def decode_sum(
@@ -444,7 +415,7 @@ def decode_sum(
             )
         if found is not NotImplemented:
             return found
-    given, plan, target = _terms(terms)
+    given, plan, target, _ = _terms(terms)
     if wanted is None:
         wanted = plan.dtype
     if wanted not in (plan.dtype, FLOAT32):
@@ -452,9 +423,7 @@ def decode_sum(
         raise ValueError(f"dtype is {wanted.name}; allowed: {allowed}")
     to_gpu = gpu is not None and on_gpu(out)
     bits = _elements("out", None if to_gpu else out, plan, wanted)
-    if out is not None and not to_gpu:
-        read = [term.data if isinstance(term, Parsed) else term for term in given]
-        check_apart({"out": spans_of([bits])}, {"terms[{}]": spans_of(read)})
+    check_decoded_apart(terms, out, scratch)
     host_sums.sum_into(
         given, bits, scale=factor, wide=wanted != plan.dtype, threads=count, backend=backend
     )
@@ -471,9 +440,8 @@ def add_here(src: Any, acc: Any, info: arrays.ArrayInfo) -> None:
     need_float(info.dtype, "acc")
     values = acc_bits.view(info.dtype.numpy)
     parsed = parsed_source(src, None)
-    need_no_base(parsed.plan.codec)
-    if np.may_share_memory(values, parsed.data):
-        raise ValueError("acc overlaps the buffer that is decoded")
+    need_no_base(parsed.plan.codec, "sums", "decode it by itself")
+    check_decoded(src, acc, what="acc")
     plan = parsed.plan
     check_like(info._replace(dtype=plan.dtype, shape=plan.shape), info)
     # Sums in the buffer's dtype are rounded once.
@@ -525,6 +493,7 @@ def encode_sum(
     plan = make_plan(
         codec.spec, given.plan.dtype, given.plan.shape, given.plan.chunks, checksum=checksum
     )
+    check_encoded_apart(plan, terms, given.tensor, out, stats, scratch)
     encoded = encode_sum_here(
         codec.spec,
         plan,
@@ -556,18 +525,15 @@ def encode_sum_here(
 ) -> Bytes:
     """Encode a sum by `plan`, that of `spec`, into `out` or new memory, which is returned.
 
-    `out` may be memory of a buffer among the terms, and is then written last.
+    `out` may be memory of a buffer among the terms, and is then written last. It is apart from all
+    else that is read.
     """
-    need_no_base(spec)
+    need_no_base(spec, "sums", "encode the sum by itself")
     memory = output_memory(plan, out)
-    shared = False
-    for term in terms if out is not None else ():
-        if isinstance(term, Parsed):
-            shared = shared or np.may_share_memory(memory, term.data)
-        elif np.may_share_memory(memory, term):
-            raise ValueError("out overlaps the array that is added")
+    buffers = [term for term in terms if isinstance(term, Parsed)] if out is not None else []
+    shared = any(np.may_share_memory(memory, buffer.data) for buffer in buffers)
     encoded = np.empty_like(memory) if shared else memory
-    stats = host_stats(spec, plan, stats, memory)
+    stats = host_stats(spec, plan, stats)
     host_sums.encode_sum(
         plan, terms, encoded, scale=scale, stats=stats, key=key, threads=threads, backend=backend
     )

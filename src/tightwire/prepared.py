@@ -15,14 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from . import arrays, engine, host_many, host_sums
+from .apart import Spans, check_apart, span_of, spans_of
 from .arguments import (
-    check_apart,
     device_for,
+    each,
     host_stats,
     need_key,
+    need_no_base,
     number,
     output_memory,
-    spans_of,
     thread_count,
 )
 from .codecs.common.base import Bits, Bytes, Key, Plan
@@ -165,23 +166,25 @@ def prepare_encode_many(
         TypeError: If an argument has a wrong type.
         ValueError: If an array does not fit, or there are no kernels for a codec on its GPU.
     """
+    _need_no_base(plans)
     for plan in plans:
         need_key(plan.codec, plan.dtype, key)
     _need_as_many(len(plans), xs=xs, outs=outs, stats=stats)
+    written = [span_of(out, plan.nbytes) for out, plan in zip(outs, plans, strict=True)]
+    some = [None] * len(plans) if stats is None else stats
+    read: dict[str, Spans] = {"xs[{}]": spans_of(xs), "stats[{}]": spans_of(some)}
+    check_apart({"outs[{}]": written}, read)
     gpu = _gpu_for(backend, *xs, *outs)
     if gpu is not None:
         found: Prepared = gpu.encode_many(plans, xs, outs, stats, key)
         return found
-    items = []
-    for i, (plan, x, out) in enumerate(zip(plans, xs, outs, strict=True)):
-        bits = _elements(f"xs[{i}]", x, plan.dtype, plan.shape)
-        encoded = output_memory(plan, out)
-        given = None if stats is None else host_stats(plan.codec, plan, stats[i], encoded)
-        items.append(host_many.Encoding(plan, bits, encoded, given))
-    check_apart(
-        {"outs[{}]": spans_of([item.out for item in items])},
-        {"xs[{}]": spans_of([item.bits for item in items])},
-    )
+    encoded = each("outs", output_memory, plans, outs)
+    bits = [
+        _elements(f"xs[{i}]", x, plan.dtype, plan.shape)
+        for i, (x, plan) in enumerate(zip(xs, plans, strict=True))
+    ]
+    given = each("stats", host_stats, [plan.codec for plan in plans], plans, some)
+    items = list(map(host_many.Encoding, plans, bits, encoded, given))
     count = thread_count(threads)
 
     quick = all(is_quick(item.plan, count, backend) and item.stats is None for item in items)
@@ -190,9 +193,7 @@ def prepare_encode_many(
     def encode() -> None:
         if quick and all(write_quick(plan, bits, out) for plan, bits, out, _ in items):
             return
-        for error in host_many.encode_all(items, key, count, backend):
-            if error is not None:
-                raise error
+        host_many.encode_all(items, key, count, backend, "xs")
 
     return Prepared([encode], np.zeros(0, np.int64), _nothing)
 
@@ -232,6 +233,8 @@ def prepare_decode(
     lo, hi, shape = engine.selection(plan, start or None, stop)
     if add and (lo, hi) != (0, plan.nelem):
         raise ValueError(f"add with start={start}, stop={stop}; allowed: a whole tensor")
+    _need_no_base([plan])
+    check_apart({"out": [span_of(out)]}, {"src": [span_of(src, plan.nbytes)]})
     gpu = _gpu_for(backend, src, out)
     if gpu is not None:
         found: Prepared = gpu.decode(plan, src, out, lo, hi, shape, add)
@@ -241,7 +244,6 @@ def prepare_decode(
     if add and (not plan.dtype.is_float or dtype not in (plan.dtype, FLOAT32)):
         raise ValueError(f"out is {dtype.name}; allowed: {plan.dtype.name}, float32, both floats")
     bits = arrays.writable_bits(out, dtype, shape, "out")
-    check_apart({"out": spans_of([bits])}, {"src": spans_of([data])})
     count = thread_count(threads)
 
     @default_floats()
@@ -289,7 +291,10 @@ def prepare_decode_many(
         TypeError: If an argument has a wrong type.
         ValueError: If an array does not fit, or there are no kernels for a codec on its GPU.
     """
+    _need_no_base(plans)
     _need_as_many(len(plans), srcs=srcs, outs=outs)
+    read = [span_of(src, plan.nbytes) for src, plan in zip(srcs, plans, strict=True)]
+    check_apart({"outs[{}]": spans_of(outs)}, {"srcs[{}]": read})
     gpu = _gpu_for(backend, *srcs, *outs)
     if gpu is not None:
         found: Prepared = gpu.decode_many(plans, srcs, outs)
@@ -298,7 +303,6 @@ def prepare_decode_many(
     for i, (plan, src, out) in enumerate(zip(plans, srcs, outs, strict=True)):
         sources.append(_buffer(f"srcs[{i}]", plan, src))
         elements.append(arrays.writable_bits(out, plan.dtype, plan.shape, f"outs[{i}]"))
-    check_apart({"outs[{}]": spans_of(elements)}, {"srcs[{}]": spans_of(sources)})
     count = thread_count(threads)
     held = _Held(plans, sources)
     quick = count == 1 and all(is_quick(plan, count, backend) for plan in plans)
@@ -343,6 +347,8 @@ def prepare_decode_sum(
         TypeError: If an argument has a wrong type.
         ValueError: If an array does not fit, or there are no kernels for the sum on its GPU.
     """
+    _need_no_base([plan])
+    _check_terms_apart(plan, terms, span_of(out))
     gpu = _gpu_for(backend, *terms.buffers, terms.x, out)
     if gpu is not None:
         found: Prepared = gpu.decode_sum(plan, terms, out)
@@ -352,7 +358,6 @@ def prepare_decode_sum(
     if info.dtype not in (plan.dtype, FLOAT32):
         raise ValueError(f"out is {info.dtype.name}; allowed: {plan.dtype.name}, float32")
     bits = arrays.writable_bits(out, info.dtype, plan.shape, "out")
-    _check_terms_apart(sources, x, bits)
     count = _count(plan, threads, backend)
 
     def add(parsed: list[Parsed]) -> None:
@@ -396,15 +401,16 @@ def prepare_encode_sum(
         TypeError: If an argument has a wrong type.
         ValueError: If an array does not fit, or there are no kernels for the sum on its GPU.
     """
+    _need_no_base([plan])
     need_key(plan.codec, plan.dtype, key)
+    _check_terms_apart(plan, terms, span_of(out, plan.nbytes), stats)
     gpu = _gpu_for(backend, *terms.buffers, terms.x, out)
     if gpu is not None:
         found: Prepared = gpu.encode_sum(plan, terms, out, stats, key)
         return found
     sources, x = _terms(plan, terms)
     encoded = output_memory(plan, out)
-    _check_terms_apart(sources, x, encoded)
-    given = host_stats(plan.codec, plan, stats, encoded)
+    given = host_stats(plan.codec, plan, stats)
     count = _count(plan, threads, backend)
 
     def add(parsed: list[Parsed]) -> None:
@@ -441,6 +447,11 @@ def _gpu_for(backend: str | None, *values: Any) -> ModuleType | None:
     return gpu_prepared
 
 
+def _need_no_base(plans: Sequence[Plan]) -> None:
+    for codec in {plan.codec for plan in plans}:
+        need_no_base(codec, "prepared calls", "code each tensor by itself")
+
+
 def _need_as_many(n: int, **named: Sequence[Any] | None) -> None:
     """Raise ValueError unless all of these have `n` elements."""
     for name, values in named.items():
@@ -469,9 +480,10 @@ def _buffer(name: str, plan: Plan, src: Any) -> Bytes:
     return data[: plan.nbytes]
 
 
-def _check_terms_apart(sources: Sequence[Bytes], x: Bits | None, out: Bits) -> None:
-    read = {"buffers[{}]": spans_of(sources), "x": spans_of([] if x is None else [x])}
-    check_apart({"out": spans_of([out])}, read)
+def _check_terms_apart(plan: Plan, terms: Terms, out: tuple[int, int], stats: Any = None) -> None:
+    """Raise ValueError if the memory of a sum overlaps what is read."""
+    read: dict[str, Spans] = {"buffers[{}]": [span_of(src, plan.nbytes) for src in terms.buffers]}
+    check_apart({"out": [out]}, read | {"x": [span_of(terms.x)], "stats": [span_of(stats)]})
 
 
 def _terms(plan: Plan, terms: Terms) -> tuple[list[Bytes], Bits | None]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 
+from .arguments import ENCODED, check_out
 from .arrays import describe
 from .buffer import Buffer
 from .codec import codec as codec_named
@@ -65,9 +66,7 @@ def encode_into(
     )
     if out.is_cuda and out.dtype == torch.uint8 and out.is_contiguous():
         # How much of a slot is used is known on the device alone.
-        from .gpu import check_apart
-
-        check_apart("the array that is encoded", x, "out", out)
+        check_out(plan, out, {ENCODED: x})
         out.view(-1)[plan.dynamic_offset : plan.nbytes].zero_()
     buffer = used.encode(
         x, out=out, chunks=chunks, dynamic_capacity=dynamic_capacity, checksum=checksum

@@ -366,7 +366,7 @@ def test_calls_that_cannot_be() -> None:
         lambda: codec.encode_many([x]),
         lambda: tw.decode_many([buf]),
     ):
-        with pytest.raises(ValueError, match="Needed: base, of"):
+        with pytest.raises(ValueError, match=r"Needed: base, of|needs a base, which batches"):
             call()
     with pytest.raises(ValueError, match=needed):
         codec.decode(bytes(buf))

@@ -93,8 +93,14 @@ def encode_many(codec: tw.Codec, xs: list[Any], **options: Any) -> Any:
 
 
 def decode_many(buffers: list[Any], **options: Any) -> Any:
-    chosen: dict[str, Any] = {"out": None, "scratch": None, "max_nbytes": None, "required": True}
-    return gpu_many.decode_many(buffers, **(chosen | options))
+    chosen: dict[str, Any] = {"scratch": None, "max_nbytes": None, "threads": None}
+    out = options.pop("out", None)
+    results = [None] * len(buffers) if out is None else list(out)
+    chosen |= {"required": True} | options
+    failed = gpu_many.decode_many(buffers, range(len(buffers)), out, results, **chosen)
+    if failed:
+        raise failed[min(failed)].of_buffer(min(failed))
+    return results
 
 
 def decode_sum(terms: list[Any], **options: Any) -> Any:
@@ -693,8 +699,8 @@ def test_terms_that_do_not_fit(place: str) -> None:
     for terms, problem in (
         ([x], "at least one"),
         ([buf, x, x], "at most one"),
-        ([buf, tw.encode(x, "nvfp4", backend="triton")], "as the first"),
-        ([buf, tw.codec("mx").encode(x, chunks=2, backend="triton")], "as the first"),
+        ([buf, tw.encode(x, "nvfp4", backend="triton")], r"as terms\[0\]"),
+        ([buf, tw.codec("mx").encode(x, chunks=2, backend="triton")], r"as terms\[0\]"),
         ([buf, x[:10]], "needed"),
         ([buf, x.half()], "needed"),
     ):

@@ -195,7 +195,7 @@ def test_statistics_of_each_tensor(backend: str) -> None:
         assert bytes(buf) == bytes(codec.encode(x, stats=s))
     with pytest.raises(ValueError, match="lacks 1500 elements") as caught:
         codec.encode_many(xs, stats=[None, np.zeros(375, np.uint8), None], backend=backend)
-    assert caught.value.__notes__ == ["tensors[1] was encoded"]
+    assert caught.value.__notes__ == ["The error is of tensors[1]"]
 
 
 def mixed() -> tuple[list[Any], list[Any]]:
