@@ -483,8 +483,8 @@ def span_of(x: Any) -> tuple[int, int]:
             start = 0 if _is_traced(x) else x.unsafe_buffer_pointer()
             return start, start and start + x.nbytes
         found = memory_range(host_array(x) if library == "numpy" else x)
-    except RuntimeError:
-        # Sparse tensors and those of torch.func transforms have no address.
+    except (RuntimeError, ValueError):
+        # Sparse tensors, those of torch.func transforms, and arrays on several devices have none.
         return 0, 0
     return (0, 0) if found is None else found[1:]
 
