@@ -343,16 +343,20 @@ class Prepared(Judged):
     ) -> None:
         calls = self._calls
         plan = exchange.layout(one.number).plans[one.part]
-        key = rounding_key(calls.seed, call.sequence, call.encodings, self._rank, self._ranks)
-        call.encodings += 1
         calls.codec.encode(
             one.x,
             out=exchange.memory(one.number, one.part, message),
             scratch=slot.scratch,
             dynamic_capacity=plan.dynamic_stride,
             checksum=calls.checksum,
-            key=key,
+            key=self._key(call),
         )
+
+    def _key(self, call: Call) -> Any:
+        """That of the next encoding, for codecs that draw."""
+        number = call.encodings
+        call.encodings += 1
+        return rounding_key(self._calls.seed, call.sequence, number, self._rank, self._ranks)
 
     def _exchange(
         self, slot: Slot, call: Call, at: int, message: Any = None, *, beside: bool = False
@@ -411,8 +415,10 @@ class Prepared(Judged):
 
         `own` is this rank's term; None: its message is one, too. If a message did not fit, or was
         damaged, `out` is -0.0; with `travels_on` it is NaN, so that ranks that get the sum do not
-        take it for right.
+        take it for right. Of no elements nothing was sent.
         """
+        if not out.shape[0]:
+            return
         lost = math.nan if travels_on else -0.0
         by_network = self._calls.route.by_network
         exchange, parts = slot.exchanges[at], len(self._parts)
@@ -423,7 +429,7 @@ class Prepared(Judged):
             if len(terms) == 1 and own is not None:
                 # A group of one.
                 travels = dtype or exchange.what.parts[part].dtype
-                terms = [self._calls.codec.encode(tensors.cast(own, travels))]
+                terms = [self._calls.codec.encode(tensors.cast(own, travels), key=self._key(call))]
             try:
                 decode_sum(terms, scale=scale, dtype=dtype and dtype.name, out=out)
             except FormatError as error:
