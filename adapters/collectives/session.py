@@ -209,9 +209,7 @@ class Session:
             return
         about = f"{facts['codec']}, checksum {self.checksum}, sizes {options.sizes}"
         about += f", digests {self.digests}, verify {self.verify}"
-        self.measurements = KeptMeasurements(
-            options.measurements, self.transport, about, self.name
-        )
+        self.measurements = KeptMeasurements(options.measurements, self.transport, about, self.name)
 
     def look_again(self) -> None:
         """Have the paths be measured again by the next calls; on all ranks between the same calls.
