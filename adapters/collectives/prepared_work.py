@@ -349,14 +349,8 @@ class Prepared(Judged):
             scratch=slot.scratch,
             dynamic_capacity=plan.dynamic_stride,
             checksum=calls.checksum,
-            key=self._key(call),
+            key=_next_key(self._calls, call),
         )
-
-    def _key(self, call: Call) -> Any:
-        """That of the next encoding, for codecs that draw."""
-        number = call.encodings
-        call.encodings += 1
-        return rounding_key(self._calls.seed, call.sequence, number, self._rank, self._ranks)
 
     def _exchange(
         self, slot: Slot, call: Call, at: int, message: Any = None, *, beside: bool = False
@@ -429,7 +423,11 @@ class Prepared(Judged):
             if len(terms) == 1 and own is not None:
                 # A group of one.
                 travels = dtype or exchange.what.parts[part].dtype
-                terms = [self._calls.codec.encode(tensors.cast(own, travels), key=self._key(call))]
+                terms = [
+                    self._calls.codec.encode(
+                        tensors.cast(own, travels), key=_next_key(self._calls, call)
+                    )
+                ]
             try:
                 decode_sum(terms, scale=scale, dtype=dtype and dtype.name, out=out)
             except FormatError as error:
@@ -581,6 +579,13 @@ def _flat(x: Any, nelem: int, name: str, dtype: DType) -> Any:
     if not tensors.is_contiguous(values):
         raise ValueError(f"{name} is not contiguous; needed: contiguous memory")
     return values.reshape(-1)
+
+
+def _next_key(calls: PreparedCalls, call: Call) -> Any:
+    """The key of a call's next encoding, for codecs that draw."""
+    number = call.encodings
+    call.encodings += 1
+    return rounding_key(calls.seed, call.sequence, number, calls.rank, calls.world_size)
 
 
 def _meet(slot: Slot) -> None:

@@ -141,8 +141,10 @@ def test_a_second_program_measures_nothing(tmp_path: Path, timed: Timed) -> None
 
 @pytest.mark.parametrize(
     "change",
-    ["version", "host", "NCCL_P2P_DISABLE", "GLOO_SOCKET_IFNAME", "UCX_TLS", "world", "codec"]
-    + ["parameter", "checksum", "sizes", "verify"],
+    [
+        *("version", "host", "NCCL_P2P_DISABLE", "GLOO_SOCKET_IFNAME", "UCX_TLS"),
+        *("world", "codec", "parameter", "checksum", "sizes", "verify"),
+    ],
 )
 def test_other_programs_measure_anew(
     change: str, tmp_path: Path, timed: Timed, monkeypatch: pytest.MonkeyPatch

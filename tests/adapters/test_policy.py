@@ -152,7 +152,7 @@ def test_a_rule_that_measures_may_keep_it() -> None:
     # A later change of the working directory changes nothing.
     assert rule.measurements == os.path.realpath("times.tw")
     for nothing in ("", "a\0b"):
-        with pytest.raises(ValueError, match="measurements|null"):
+        with pytest.raises(ValueError, match=r"measurements|null"):
             Rule(algorithm="auto", measurements=nothing)
     with pytest.raises(ValueError, match="allowed with it: 'auto'"):
         Rule(measurements="times.tw")
