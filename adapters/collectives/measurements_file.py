@@ -32,7 +32,8 @@ class MeasurementsFile:
     """A file of measurements, and what this process has not written to it yet.
 
     What is added is soon written by a thread. If that fails, a RuntimeWarning says so, once, and it
-    is tried again with what is added next. A program does not end before its threads have written.
+    is tried again with what is added next, and by ``finish``. A program waits for its threads
+    before it ends.
 
     Args:
         path: The file, absolute and without links.
@@ -79,23 +80,30 @@ class MeasurementsFile:
         """
         with self._guard:
             self._waiting.append((group, str(rank), key, found))
-            # The thread of a process that was forked is not alive here.
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="tightwire measurements")
-                # A process may have as many threads as it can: then the next one writes it.
-                with contextlib.suppress(RuntimeError):
-                    self._thread.start()
+            self._start()
 
     def finish(self) -> None:
-        """Wait a moment until all is written, but not for another process."""
-        thread = self._thread
+        """Wait a moment until all is written; what failed before is tried again."""
+        with self._guard:
+            if self._waiting:
+                self._start()
+            thread = self._thread
         if thread is not None and thread.is_alive():
             thread.join(_MOMENT)
+
+    def _start(self) -> None:
+        """Have a thread write, if none does."""
+        # That of a process that was forked is not alive here.
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="tightwire measurements")
+            # A process may have as many threads as it can: then the next one writes.
+            with contextlib.suppress(RuntimeError):
+                self._thread.start()
 
     def _run(self) -> None:
         """Write until nothing waits, or that fails."""
         problem: OSError | None = None
-        while problem is None:
+        while True:
             time.sleep(_PAUSE)
             count = len(self._waiting)
             try:
