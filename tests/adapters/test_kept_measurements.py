@@ -20,6 +20,7 @@ from processes import join, launch
 from tightwire.adapters.collectives import measurements_file, measuring
 from tightwire.adapters.collectives.faster import Faster
 from tightwire.adapters.collectives.kept_measurements import KeptMeasurements
+from tightwire.adapters.collectives.prepared import PreparedCalls
 from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 
 pytest.importorskip("filelock")
@@ -369,6 +370,27 @@ def test_a_path_means_one_file_whatever_comes_later(
     }
     assert not list((tmp_path / "other").iterdir())
     assert all(f'"{name}"' in (tmp_path / "kept").read_text() for name in ("kept", "second"))
+
+
+def test_a_hook_is_given_a_path_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from tightwire.adapters.training.prepared_hooks import PreparedHook
+
+    with pytest.raises(ValueError, match="measurements is ''; allowed"):
+        PreparedHook("auto", measurements="")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    hook = PreparedHook("auto", measurements="kept")
+    monkeypatch.chdir("other")
+
+    def task(transport: ThreadTransport) -> None:
+        kept = hook._earlier(PreparedCalls(transport))
+        assert kept is not None
+        kept.put("a", 1)
+        kept.finish()
+
+    run_ranks(2, task)
+    assert (tmp_path / "kept").exists()
 
 
 def test_programs_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
