@@ -16,6 +16,7 @@ from ...planning import integer
 from ..transports.base import Transport
 from ..transports.threads import connect
 from .communicator import Communicator
+from .measurements_file import absolute
 from .path_selection import Algorithm
 from .session import Topology
 from .sums import wire_dtype
@@ -51,7 +52,7 @@ class Rule:
             travel in sums. None: their own.
         algorithm: As in ``tightwire.Communicator``.
         topology: As in ``tightwire.Communicator``.
-        measurements: As in ``tightwire.Communicator``.
+        measurements: As in ``tightwire.Communicator``. It becomes an absolute path.
 
     Raises:
         TypeError: If a value has a wrong type.
@@ -66,7 +67,8 @@ class Rule:
     wire: str | None = None
     algorithm: Algorithm = "compressed"
     topology: Topology = "two-shot"
-    measurements: str | None = None
+    #: Ranks that compare their rules may have other paths.
+    measurements: str | os.PathLike[str] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Check what is given."""
@@ -79,6 +81,8 @@ class Rule:
         found = as_codec(self.codec)
         object.__setattr__(self, "codec", found)
         self.communicator(connect(1)[0], "").close()
+        if self.measurements is not None:
+            object.__setattr__(self, "measurements", absolute(self.measurements))
         wire_dtype(self.wire, BY_NAME["float32"], 1)
         if not self.ops and (not found.lossless or self.wire is not None):
             lossy = found.name if not found.lossless else f"wire {self.wire}"

@@ -77,7 +77,8 @@ class PreparedCalls:
             ``"exact"``: as many as it needs. The host waits until it is encoded, one more exchange
             tells sizes, and memory is for any data: for links on which what a learnt size has to
             spare costs more than that. Not with ``peers``, who read no more than they need, and
-            not in CUDA graphs.
+            not in CUDA graphs. A rank that finds damage makes no later calls; the others, who may
+            have got NaN for a sum that it could not add up, get an error by the next one.
         checksum: Whether messages have checksums.
         depth: How many sets of memory there are, at least 2, which calls take one after the other.
             A call waits for the last one of the same prepared collective with the same set.

@@ -62,7 +62,7 @@ class Judged:
         lacks = self._lacks(slot)
         damaged = self._damage(slot, call, lacks)
         if damaged is not None:
-            if self._learns:
+            if self._learns or self._calls.route.reads_sizes:
                 # Perhaps the others have learnt other capacities from it, or make it once more.
                 self._calls.broken = self._calls.broken or str(damaged)
             raise damaged

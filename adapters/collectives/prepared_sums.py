@@ -241,10 +241,8 @@ class OneShot(_Sums):
             for at, (piece, arrived) in enumerate(zip(self._pieces, gathered, strict=True)):
                 arrived()
                 for part, (whole, b) in enumerate(zip(totals, piece, strict=True)):
-                    total = whole[slice(*b)]
-                    if total.shape[0]:
-                        options: Any = {"dtype": self._dtypes[part], "scale": self._scale}
-                        self._sum(slot, call, at, None, total, part=part, **options)
+                    options: Any = {"dtype": self._dtypes[part], "scale": self._scale}
+                    self._sum(slot, call, at, None, whole[slice(*b)], part=part, **options)
             call.raw_bytes += (self._ranks - 1) * sum(part.nbytes for part in self._parts)
 
         return body
@@ -355,8 +353,7 @@ class AllReduce(_Sums):
         """Add up, into `totals`, and send the sums; what waits for those of other ranks."""
         at, scale = piece.swapped, self._scale
         for part, (term, total) in enumerate(zip(own, totals, strict=True)):
-            if term.shape[0]:
-                self._sum(slot, call, at, term, total, part=part, scale=scale, travels_on=True)
+            self._sum(slot, call, at, term, total, part=part, scale=scale, travels_on=True)
         given = [Given(total, 0, part) for part, total in enumerate(totals)]
         self._encode(slot, call, piece.gathered, given)
         return self._exchange(slot, call, piece.gathered, beside=self._beside)

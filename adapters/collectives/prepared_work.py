@@ -343,15 +343,13 @@ class Prepared(Judged):
     ) -> None:
         calls = self._calls
         plan = exchange.layout(one.number).plans[one.part]
-        key = rounding_key(calls.seed, call.sequence, call.encodings, self._rank, self._ranks)
-        call.encodings += 1
         calls.codec.encode(
             one.x,
             out=exchange.memory(one.number, one.part, message),
             scratch=slot.scratch,
             dynamic_capacity=plan.dynamic_stride,
             checksum=calls.checksum,
-            key=key,
+            key=_next_key(self._calls, call),
         )
 
     def _exchange(
@@ -411,8 +409,10 @@ class Prepared(Judged):
 
         `own` is this rank's term; None: its message is one, too. If a message did not fit, or was
         damaged, `out` is -0.0; with `travels_on` it is NaN, so that ranks that get the sum do not
-        take it for right.
+        take it for right. Of no elements nothing was sent.
         """
+        if not out.shape[0]:
+            return
         lost = math.nan if travels_on else -0.0
         by_network = self._calls.route.by_network
         exchange, parts = slot.exchanges[at], len(self._parts)
@@ -423,7 +423,11 @@ class Prepared(Judged):
             if len(terms) == 1 and own is not None:
                 # A group of one.
                 travels = dtype or exchange.what.parts[part].dtype
-                terms = [self._calls.codec.encode(tensors.cast(own, travels))]
+                terms = [
+                    self._calls.codec.encode(
+                        tensors.cast(own, travels), key=_next_key(self._calls, call)
+                    )
+                ]
             try:
                 decode_sum(terms, scale=scale, dtype=dtype and dtype.name, out=out)
             except FormatError as error:
@@ -575,6 +579,13 @@ def _flat(x: Any, nelem: int, name: str, dtype: DType) -> Any:
     if not tensors.is_contiguous(values):
         raise ValueError(f"{name} is not contiguous; needed: contiguous memory")
     return values.reshape(-1)
+
+
+def _next_key(calls: PreparedCalls, call: Call) -> Any:
+    """The key of a call's next encoding, for codecs that draw."""
+    number = call.encodings
+    call.encodings += 1
+    return rounding_key(calls.seed, call.sequence, number, calls.rank, calls.world_size)
 
 
 def _meet(slot: Slot) -> None:

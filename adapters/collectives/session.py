@@ -28,6 +28,7 @@ from .auto_scale import AutoScale, Scaling, scaling_of
 from .calls import Call, TraceRecord
 from .cost import Choice
 from .kept_measurements import KeptMeasurements, check_measurements
+from .measurements_file import absolute
 from .path_selection import ALGORITHMS, BUDGET, SUMS, Algorithm, PathSelection
 from .work_memory import WorkMemory
 
@@ -200,11 +201,15 @@ class Session:
         call = Call(self.rank, "Communicator", 0, "", self.name)
         with running.noted(call), call.stage("agree"):
             agree(call, self.gather_plain, text)
-        if options.measurements is not None and self.size > 1:
-            about = f"{facts['codec']}, checksum {self.checksum}, sizes {options.sizes}"
-            about += f", digests {self.digests}"
-            place = options.measurements, self.transport, about
-            self.measurements = KeptMeasurements(*place, self.name)
+        if options.measurements is None:
+            return
+        if self.size == 1:
+            # Nothing is measured.
+            absolute(options.measurements)
+            return
+        about = f"{facts['codec']}, checksum {self.checksum}, sizes {options.sizes}"
+        about += f", digests {self.digests}, verify {self.verify}"
+        self.measurements = KeptMeasurements(options.measurements, self.transport, about, self.name)
 
     def look_again(self) -> None:
         """Have the paths be measured again by the next calls; on all ranks between the same calls.
@@ -376,6 +381,8 @@ class Session:
         self.unchecked.clear()
         self._spare.clear()
         self.memory.close()
+        if self.measurements is not None:
+            self.measurements.finish()
         self.transport.close()
 
 

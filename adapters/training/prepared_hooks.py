@@ -12,6 +12,7 @@ import torch
 
 from ..collectives.faster import Faster
 from ..collectives.kept_measurements import KeptMeasurements, check_measurements
+from ..collectives.measurements_file import absolute
 from ..collectives.prepared import PreparedCalls
 from ..collectives.prepared_work import Work
 from ..collectives.recorded import BEFORE
@@ -132,7 +133,8 @@ class PreparedHook:
         **options: Any,
     ) -> None:
         check_measurements(measurements, "route", route)
-        self._measurements = measurements
+        # Groups come later, and the working directory may be another one then.
+        self._measurements = None if measurements is None else absolute(measurements)
         self._route = route
         self._options = options
         self._calls: dict[Any, PreparedCalls] = {}

@@ -16,7 +16,7 @@ from .base import Op, Transport, all_reduce_by_gather, shares
 
 T = TypeVar("T")
 
-#: A kind of call and its bytes; a kind of None says that the rank has left.
+#: A kind of call and its bytes; a kind of None that the rank has left, and how errors say that.
 _Message = tuple[str | None, Any]
 _Pipes = list[list["queue.SimpleQueue[_Message]"]]
 
@@ -34,7 +34,7 @@ class ThreadTransport(Transport):
 
     Raises:
         TimeoutError: By calls, if a rank sends nothing.
-        ConnectionError: By calls, if a rank has left.
+        ConnectionError: By calls, if a rank has left or given up.
     """
 
     def __init__(self, rank: int, pipes: _Pipes, timeout: float) -> None:
@@ -103,8 +103,15 @@ class ThreadTransport(Transport):
 
     def close(self) -> None:
         """Leave the group: peers that wait for this rank raise at once."""
+        self._leave("has left")
+
+    def abort(self, why: str) -> None:
+        """See ``Transport``; peers that wait for this rank raise at once."""
+        self._leave(f"gave up: {why}")
+
+    def _leave(self, how: str) -> None:
         for pipe in self._pipes[self._rank]:
-            pipe.put((None, None))
+            pipe.put((None, how))
 
     def _exchange(
         self, kind: str, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]
@@ -127,7 +134,7 @@ class ThreadTransport(Transport):
             raise TimeoutError(f"rank {source} sent nothing for {seconds}") from None
         target = host_array(out)
         if found is None:
-            raise ConnectionError(f"rank {source} has left")
+            raise ConnectionError(f"rank {source} {data}")
         if (found, data.size) != (kind, target.size):
             got = f"{data.size} bytes of {found}"
             raise RuntimeError(f"rank {source} sent {got}; expected: {target.size} of {kind}")

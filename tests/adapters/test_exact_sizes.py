@@ -5,6 +5,10 @@ What they give is tested with the other routes, in test_prepared.py.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -66,3 +70,54 @@ def test_exact_sizes_are_refused_with_peers_and_by_other_names() -> None:
             PreparedCalls(calls.transport, sizes="exact" if calls.rank else "learnt")
 
     run(2, "network", differ)
+
+
+def damaging(calls: PreparedCalls, name: str, damage: Callable[[Any], None]) -> None:
+    """Have a call of a rank's transport damage what it receives, once."""
+    move = getattr(calls.transport, name)
+
+    def damaged(outs: Any, *rest: Any) -> None:
+        delattr(calls.transport, name)
+        move(outs, *rest)
+        damage(outs)
+
+    setattr(calls.transport, name, damaged)
+
+
+def largest(outs: Any) -> Any:
+    return max((piece for row in outs for piece in row), key=len)
+
+
+@pytest.mark.parametrize("what", ["terms", "sizes"])
+def test_damage_is_told_to_all_ranks(what: str) -> None:
+    """At once if nobody knows how long messages are, else by the next call."""
+    n, world, sizes = 9000, 3, what == "sizes"
+
+    def task(calls: PreparedCalls) -> str:
+        call = prepare(calls, "two-shot", tensor(0, n))
+        x, out = tensor(calls.rank, n), result("two-shot", n, world)
+        call(x, out).wait()
+        if calls.rank == 1 and sizes:
+            damaging(calls, "all_to_all", lambda out: np.bitwise_xor(out, 1, out=out))
+        elif calls.rank == 1:
+
+            def flip(outs: Any) -> None:
+                piece = largest(outs)
+                piece[piece.size * 3 // 4] ^= 4
+
+            damaging(calls, "all_to_all_v", flip)
+        if not sizes and calls.rank != 1:
+            call(x, out).wait()
+            assert np.isnan(out.astype(np.float32)).sum() == 3072
+        with pytest.raises(tw.CollectiveError) as caught:
+            call(x, out).wait()
+        with pytest.raises(tw.CollectiveError, match="an earlier call has failed"):
+            call(x, out)
+        return str(caught.value)
+
+    start = time.monotonic()
+    found = run(world, "exact", task)
+    assert time.monotonic() - start < 10
+    assert ("damaged in transit" if sizes else "stage 'decode'") in found[1]
+    for text in (found[0], found[2]):
+        assert "rank 1 gave up" in text, found

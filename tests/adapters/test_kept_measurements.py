@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +17,10 @@ import pytest
 
 import tightwire as tw
 from processes import join, launch
-from tightwire.adapters.collectives import measuring
+from tightwire.adapters.collectives import measurements_file, measuring
 from tightwire.adapters.collectives.faster import Faster
 from tightwire.adapters.collectives.kept_measurements import KeptMeasurements
+from tightwire.adapters.collectives.prepared import PreparedCalls
 from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 
 pytest.importorskip("filelock")
@@ -54,6 +58,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Timed:
     return found
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are written without a pause."""
+    monkeypatch.setattr(measurements_file, "_PAUSE", 0.01)
+
+
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> Timed:
     return watched(monkeypatch)
@@ -77,6 +87,7 @@ def program(
             comm.send(large, 0)
         elif comm.rank == 0:
             comm.recv(large, 1)
+        comm.close()
         return [record.algorithm.split(",")[0] for record in comm.trace()]
 
     found: list[list[str]] = run_ranks(world, task)
@@ -94,6 +105,7 @@ def gathers(path: Callable[[int], Any], world: int = 2, **options: Any) -> list[
         own = path(transport.rank)
         comm = tw.Communicator(transport, algorithm="auto", measurements=own, **options)
         comm.all_gather(X)
+        comm.close()
         return str(comm.trace()[0].algorithm.split(",")[0])
 
     found: list[str] = run_ranks(world, task)
@@ -107,6 +119,7 @@ def write(path: Path, measured: Any) -> None:
         comm = tw.Communicator(transport, algorithm="auto", measurements=path)
         assert comm.session.measurements is not None
         comm.session.measurements.put("all_gather  float32 host", measured)
+        comm.close()
 
     run_ranks(2, task)
 
@@ -128,7 +141,11 @@ def test_a_second_program_measures_nothing(tmp_path: Path, timed: Timed) -> None
 
 
 @pytest.mark.parametrize(
-    "change", ["version", "host", "settings", "world", "codec", "parameter", "checksum", "sizes"]
+    "change",
+    [
+        *("version", "host", "NCCL_P2P_DISABLE", "GLOO_SOCKET_IFNAME", "UCX_TLS"),
+        *("world", "codec", "parameter", "checksum", "sizes", "verify"),
+    ],
 )
 def test_other_programs_measure_anew(
     change: str, tmp_path: Path, timed: Timed, monkeypatch: pytest.MonkeyPatch
@@ -143,11 +160,11 @@ def test_other_programs_measure_anew(
         monkeypatch.setattr(tw, "__version__", "another")
     elif change == "host":
         monkeypatch.setattr(platform, "node", lambda: "another")
-    elif change == "settings":
+    elif "_" in change:
         monkeypatch.setenv("NCCL_DEBUG", "WARN")
         gathers(path, **options)
         assert not timed
-        monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+        monkeypatch.setenv(change, "1")
     elif change == "world":
         world = 3
     elif change == "codec":
@@ -155,7 +172,7 @@ def test_other_programs_measure_anew(
     elif change == "parameter":
         options["codec"] = tw.codec("dynamiq", bits=6)
     else:
-        options |= {"checksum": False} if change == "checksum" else {"sizes": "between"}
+        options |= {change: {"checksum": False, "sizes": "between", "verify": True}[change]}
     gathers(path, world, **options)
     assert timed == {"all_gather": 1}
     timed.clear()
@@ -167,7 +184,7 @@ def test_other_programs_measure_anew(
     gathers(path, codec=codec)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "other", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "other", "empty", "list", "number", "flat"])
 def test_a_damaged_file_is_measured_anew_and_replaced(
     damage: str, tmp_path: Path, timed: Timed
 ) -> None:
@@ -180,6 +197,10 @@ def test_a_damaged_file_is_measured_anew_and_replaced(
         "flipped": data[:at] + b"9" + data[at + 1 :],
         "other": b"\x00\xff" * 100,
         "empty": b"",
+        # Of a right checksum.
+        "list": measurements_file.packed([1, 2]),
+        "number": measurements_file.packed({"x": 3}),
+        "flat": measurements_file.packed({"x": {"0": 3}}),
     }
     path.write_bytes(damaged[damage])
     with pytest.warns(RuntimeWarning, match="kept' is damaged or no file of measurements"):
@@ -221,18 +242,27 @@ def test_the_file_of_the_sender_has_its_messages(tmp_path: Path, timed: Timed) -
     assert set(timed) == {"message"}
 
 
-def test_a_file_that_cannot_be_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    strange = {"missing": tmp_path / "nowhere" / "kept", "folder": tmp_path}
-    for what in strange.values():
+@pytest.mark.parametrize("what", ["nowhere/kept", "", ".", "/", "a\0b", "damaged"])
+def test_a_file_that_cannot_be_is_an_error_on_all_ranks(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Warnings are errors here.
+    Path("damaged").write_bytes(b"hello")
 
-        def task(transport: ThreadTransport, what: Path = what) -> str:
-            path = what if transport.rank == 1 else tmp_path / "kept"
-            with pytest.raises(tw.CollectiveError) as caught:
-                tw.Communicator(transport, algorithm="auto", measurements=path)
-            return str(caught.value)
+    def task(transport: ThreadTransport) -> str:
+        path = what if transport.rank == 1 else tmp_path / "kept"
+        with pytest.raises(tw.CollectiveError) as caught:
+            tw.Communicator(transport, algorithm="auto", measurements=path)
+        return str(caught.value)
 
-        for text in run_ranks(3, task):
-            assert f"rank 1: measurements is {str(what)!r}" in text
+    for text in run_ranks(3, task, 10):
+        assert f"rank 1: measurements is {what!r}" in text
+
+
+def test_arguments_that_name_no_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="measurements is ''; allowed: the path"):
+        run_ranks(1, lambda t: tw.Communicator(t, algorithm="auto", measurements=""))
     with pytest.raises(TypeError, match="measurements is 5; allowed: the path of a file"):
         run_ranks(1, lambda t: tw.Communicator(t, algorithm="auto", measurements=5))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="algorithm 'native'; allowed with it: 'auto'"):
@@ -248,18 +278,119 @@ def test_a_file_that_cannot_be_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(1, lambda t: tw.Communicator(t, algorithm="auto", measurements="/nowhere/x"))
 
 
-def test_what_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_a_warning_and_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+
     def task(transport: ThreadTransport) -> Any:
-        kept = KeptMeasurements(tmp_path / "kept", transport, "")
+        kept = KeptMeasurements(path, transport, "")
         transport.barrier()
         if transport.rank == 0:
-            (tmp_path / "kept").mkdir()
+            path.mkdir()
         transport.barrier()
-        kept.put("a", [1.5, 2])
+        for key in ("a", "b"):
+            kept.put(key, [1.5, 2])
+            kept.finish()
         return kept.get("a")
 
-    with pytest.warns(RuntimeWarning, match="is not kept in .*the next program measures anew"):
+    with pytest.warns(RuntimeWarning, match="not kept in .*the next program measures") as warned:
         assert run_ranks(2, task) == [[1.5, 2]] * 2
+    assert len(warned) == 1
+    path.rmdir()
+
+    def more(transport: ThreadTransport) -> None:
+        kept = KeptMeasurements(path, transport, "")
+        assert kept.get("b") == [1.5, 2]
+        kept.finish()
+
+    run_ranks(2, more)
+    assert all(f'"{key}"' in path.read_text() for key in "ab")
+
+
+def test_a_warning_that_is_an_error_leaves_no_rank_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+
+    def task(transport: ThreadTransport) -> None:
+        kept = KeptMeasurements(tmp_path / "kept", transport, "")
+        if transport.rank == 0:
+            (tmp_path / "kept").mkdir()
+        kept.put("a", 1)
+        kept.finish()
+        transport.barrier()
+
+    run_ranks(2, task)
+    assert [one.exc_type for one in told] == [RuntimeWarning]
+
+
+def test_a_lock_that_another_program_holds_holds_up_no_call(
+    tmp_path: Path, timed: Timed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from filelock import FileLock
+
+    path = tmp_path / "kept"
+    monkeypatch.setattr(measurements_file, "_MOMENT", 0.1)
+    with FileLock(tmp_path / "kept.lock"):
+        start = time.monotonic()
+        found = gathers(everywhere(path))
+        assert time.monotonic() - start < 5
+        # Of this process others know it already.
+        timed.clear()
+        assert gathers(everywhere(path)) == found
+        assert not timed
+        assert not path.exists()
+    file = measurements_file.measurements_file(path)
+    monkeypatch.setattr(measurements_file, "_MOMENT", 10)
+    file.finish()
+    assert path.exists()
+
+
+def test_a_path_means_one_file_whatever_comes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the working directory changes, or links lead to it."""
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("first", "second"):
+        Path(name).symlink_to(tmp_path / "kept")
+
+    def task(transport: ThreadTransport) -> None:
+        names = ("kept", "first", "second")
+        kept = [KeptMeasurements(name, transport, "") for name in names]
+        transport.barrier()
+        os.chdir("other")
+        for name, one in zip(names, kept, strict=True):
+            one.put(name, 1)
+            one.finish()
+
+    run_ranks(1, task)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("kept", "kept.lock", "first", "second", "other")
+    }
+    assert not list((tmp_path / "other").iterdir())
+    assert all(f'"{name}"' in (tmp_path / "kept").read_text() for name in ("kept", "second"))
+
+
+def test_a_hook_is_given_a_path_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from tightwire.adapters.training.prepared_hooks import PreparedHook
+
+    with pytest.raises(ValueError, match="measurements is ''; allowed"):
+        PreparedHook("auto", measurements="")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    hook = PreparedHook("auto", measurements="kept")
+    monkeypatch.chdir("other")
+
+    def task(transport: ThreadTransport) -> None:
+        kept = hook._earlier(PreparedCalls(transport))
+        assert kept is not None
+        kept.put("a", 1)
+        kept.finish()
+
+    run_ranks(2, task)
+    assert (tmp_path / "kept").exists()
 
 
 def test_programs_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
@@ -269,6 +400,7 @@ def test_programs_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
             # Each rank is the owner of some.
             for owner in range(transport.world_size):
                 kept.put(f"{owner} {n}", n, owner)
+        kept.finish()
 
     run_ranks(4, task)
 
@@ -290,7 +422,9 @@ def test_what_is_faster_is_kept(tmp_path: Path) -> None:
         switch = Faster(transport, again=3, kept=kept)
         way = {name: lambda name=name: made.append(name) for name in ("native", "ours")}
         key = ("cpu", 5)
-        return [switch.native(key, way["native"], way["ours"], X) for _ in range(3)]
+        found = [switch.native(key, way["native"], way["ours"], X) for _ in range(3)]
+        kept.finish()
+        return found
 
     first = run_ranks(2, task)
     assert first[0] == first[1]
@@ -304,6 +438,7 @@ def test_what_is_faster_is_kept(tmp_path: Path) -> None:
         switch = Faster(transport, again=1, kept=kept)
         for _ in range(2):
             switch.native(("cpu", 5), lambda: made.append("native"), lambda: None, X)
+        kept.finish()
 
     run_ranks(2, again)
     # Not for ever.
@@ -362,6 +497,8 @@ def everything(device: Any) -> list[Any]:
         other = DistributedDataParallel(torch.nn.Linear(64, 64))
         ddp.register(other, route="auto", measurements=path)
         other(torch.ones(2, 64)).sum().backward()
+        # This process ends without a look at its threads.
+        measurements_file.measurements_file(path).finish()
         return [dict(timed), comm.trace()[0].algorithm]
 
 
@@ -380,6 +517,7 @@ def test_between_processes(tmp_path: Path) -> None:
         assert not timed_again
         assert set(timed) in ({"all_gather", "hook"}, set())
     assert found[0][0][0]["hook"] == 3
+    assert "gloo" in (tmp_path / "kept 0").read_text()
 
 
 if __name__ == "__main__":

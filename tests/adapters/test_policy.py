@@ -149,6 +149,10 @@ def test_importing_torch_registers_the_backend_if_a_policy_is_set(
 def test_a_rule_that_measures_may_keep_it() -> None:
     text = '[{"algorithm": "auto", "measurements": "times.tw"}]'
     (rule,) = Policy.parse(text).rules
-    assert rule.measurements == "times.tw"
+    # A later change of the working directory changes nothing.
+    assert rule.measurements == os.path.realpath("times.tw")
+    for nothing in ("", "a\0b"):
+        with pytest.raises(ValueError, match=r"measurements|null"):
+            Rule(algorithm="auto", measurements=nothing)
     with pytest.raises(ValueError, match="allowed with it: 'auto'"):
         Rule(measurements="times.tw")
