@@ -133,17 +133,21 @@ class AwayHooks:
 
         Args:
             groups: Their process groups.
-            hooks: What they are hooks of, and they themselves. The calls of the first are counted.
+            hooks: What they are hooks of, and they themselves. Those that somebody has replaced do
+                not count. Calls of the first are counted.
         """
         groups = frozenset(groups)
-        for number, (communication, hook) in enumerate(hooks):
+        there = [
+            (communication, hook)
+            for communication, hook in hooks
+            if communication.current() is hook
+        ]
+        for number, (communication, hook) in enumerate(there):
             instead = communication.own
             if not number:
                 instead = Counting(instead, functools.partial(self._look_again, groups))
-            # Somebody may have set another one.
-            if communication.current() is hook:
-                communication.set(instead)
-                self._away.append(_Away(groups, communication, hook, instead))
+            communication.set(instead)
+            self._away.append(_Away(groups, communication, hook, instead))
 
     def _look_again(self, groups: frozenset[Any]) -> None:
         back = [one for one in self._away if one.groups & groups]
