@@ -52,7 +52,7 @@ from .hooks import (
     node_communicator,
     trained_device,
 )
-from .leaving import LeftBuckets
+from .leaving import NativeBuckets
 from .prepared_ddp import PreparedDdpHook as PreparedDdpHook
 from .prepared_ddp import prepared_ddp_hook as prepared_ddp_hook
 from .prepared_hooks import Route, check_route
@@ -92,7 +92,7 @@ class DdpHook(Closing):
         self.error_feedback = error_feedback
         self._names = names or {}
         #: Buckets that are left to PyTorch, and the model's process group, if they may be.
-        self.left: LeftBuckets | None = None
+        self.native_buckets: NativeBuckets | None = None
         self.group: Any = None
 
     def _leave_to(self, group: Any) -> None:
@@ -104,12 +104,13 @@ class DdpHook(Closing):
         if self.error_feedback is not None or not isinstance(comm, Communicator):
             return
         if comm.session.paths.chooses:
-            self.left, self.group = LeftBuckets(comm.session.look_again), group
+            self.native_buckets = NativeBuckets(comm.session.look_again)
+            self.group = group
 
     def close(self) -> None:
         """See ``Closing``."""
-        if self.left is not None:
-            self.left.clear()
+        if self.native_buckets is not None:
+            self.native_buckets.clear()
         super().close()
 
     def _open(self) -> Iterable[Channel]:
@@ -134,10 +135,10 @@ class DdpHook(Closing):
     def _average(self, bucket: Any) -> None:
         if self.error_feedback is None:
             average(self.comm, bucket.buffer())
-            if self.left is not None:
+            if self.native_buckets is not None:
                 last = self.comm.trace(last=collectives_of_average(self.comm.topology))
                 if last and all(record.algorithm == "native" for record in last):
-                    self.left.leave(bucket)
+                    self.native_buckets.add(bucket)
             return
         parts = [(self._names[p], p.numel()) for p in bucket.parameters()]
         average(self.comm, bucket.buffer(), self.error_feedback, parts)
@@ -167,7 +168,7 @@ def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[to
             RuntimeError of DistributedDataParallel), and a new DistributedDataParallel and
             ``register`` are needed.
     """
-    if state.left is not None and state.left.has(bucket):
+    if state.native_buckets is not None and state.native_buckets.take(bucket):
         return allreduce_hook(state.group, bucket)
     gradients = bucket.buffer()
     collectives = collectives_of_average(state.comm.topology)

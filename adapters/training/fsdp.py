@@ -70,7 +70,7 @@ from .hooks import (
     scatter,
     wide,
 )
-from .leaving import Absent, Communication, Kind, Leaving, param_groups
+from .leaving import AwayHooks, Communication, Kind, ModuleHooks, param_groups
 from .prepared_fsdp import PreparedGather, PreparedScatter, kind_and_factor
 from .prepared_hooks import Route, check_route
 from .sharded import WeightDifferences
@@ -99,7 +99,7 @@ class _Hook(Closing):
         self._channels: dict[Any, Channel] = {}
         self._closed = False
         #: Of modules that are left to FSDP itself.
-        self.absent = Absent(self._look_again)
+        self.away = AwayHooks(self._look_again)
 
     def _look_again(self, group: Any) -> None:
         self._channels[group].comm.session.look_again()
@@ -110,7 +110,7 @@ class _Hook(Closing):
     def close(self) -> None:
         """Close the communicators. Later calls raise CollectiveError; closing twice is fine."""
         self._closed = True
-        self.absent.close()
+        self.away.close()
         super().close()
 
     @property
@@ -447,13 +447,17 @@ class _Named:
         return self._call(*args, **options, **self._own)
 
 
-class _Leaving:
-    """A hook of one FSDP module, which leaves when its communicator has sent a call natively."""
+class _AutoHook:
+    """A hook of one FSDP module, which leaves when its communicator has sent calls natively."""
 
-    def __init__(self, hook: CommHook, module: Any, kind: Kind) -> None:
+    together: ModuleHooks
+
+    def __init__(self, hook: CommHook, kind: Kind) -> None:
         self._hook: Any = hook
-        self._communication = Communication(module, kind)
-        self.own = self._communication.own
+        self._kind: Kind = kind
+
+    def forget(self, group: Any) -> None:
+        """Nothing: a communicator knows no steps."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -464,8 +468,7 @@ class _Leaving:
         self, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **options: Any
     ) -> Any:
         done = self._hook(output_tensor, input_tensor, group, *args, **options)
-        if self._hook._went_natively(group):
-            self._hook.absent.leave(group, [(self._communication, self)])
+        self.together.found(self._kind, group, self._hook._went_natively(group))
         return done
 
 
@@ -658,16 +661,16 @@ def compress(
     simple = node is None and not weight_differences
     leaves = simple and options.get("algorithm") == "auto"
     for name, m in fsdp_modules(module):
-        own: Any = _Leaving(gathers, m, "all_gather") if leaves else gathers
+        own: Any = gathers
         if isinstance(gathers, DifferenceGather):
             own = gathers.named(name)
         elif parameter_feedback is not None:
             own = gathers.with_feedback(parameter_feedback, f"{name}, parameters", m)
-        m.set_custom_all_gather(own)
-        reduce: Any = _Leaving(scatters, m, "reduce_scatter") if leaves else scatters
+        _install(m, "all_gather", own, leaves and own is gathers)
+        reduce: Any = scatters
         if error_feedback is not None:
             reduce = scatters.with_feedback(error_feedback, name)
-        m.set_custom_reduce_scatter(reduce)
+        _install(m, "reduce_scatter", reduce, leaves and reduce is scatters)
         group = None if node is None else _take_replicas(m)
         if group is not None:
             mean: Any = scatters.mean_over(group)
@@ -675,6 +678,14 @@ def compress(
                 mean = mean.with_feedback(error_feedback, f"{name}, replicas")
             m.set_all_reduce_hook(mean)
     return Hooks(gathers, scatters)
+
+
+def _install(module: Any, kind: Kind, hook: Any, leaves: bool) -> None:
+    """Set a hook of an FSDP module, which leaves when native calls are faster, or stays."""
+    if leaves:
+        ModuleHooks(hook.away, module, {kind: _AutoHook(hook, kind)}).install()
+    else:
+        Communication(module, kind).install(hook)
 
 
 def _take_replicas(module: Any) -> Any:
@@ -712,13 +723,14 @@ def _compress_prepared(
         gathers.look_again(group)
         scatters.look_again(group)
 
-    absent = gathers.absent = scatters.absent = Absent(look_again)
+    away = gathers.away = scatters.away = AwayHooks(look_again)
     for _, m in fsdp_modules(module):
-        gather, scatter = gathers.of(m), scatters.of(m)
+        hooks: dict[Kind, Any] = {"all_gather": gathers.of(m), "reduce_scatter": scatters.of(m)}
         if route == "auto":
-            Leaving(absent, m, gather, scatter)
-        m.set_custom_all_gather(gather)
-        m.set_custom_reduce_scatter(scatter)
+            ModuleHooks(away, m, hooks).install()
+        else:
+            for kind, hook in hooks.items():
+                Communication(m, kind).install(hook)
     return Hooks(gathers, scatters)
 
 

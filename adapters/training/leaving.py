@@ -1,17 +1,15 @@
 """Communication that hooks leave to PyTorch, for as long as that is faster.
 
-Where FSDP2 lets a hook be replaced, its own communication is put back, and no code of this package
-is called. One module of a group keeps a counter, which has the hooks come back and look again. A
-hook of DistributedDataParallel stays, and hands buckets on to PyTorch's own hook.
+Where FSDP2 lets a hook be replaced, its own communication is put back. A counter in front of each
+module's gather has the hooks come back and look again. A hook of DistributedDataParallel stays, and
+hands buckets on to PyTorch's own hook.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal
-
-import torch
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from ..collectives.faster import AGAIN
 
@@ -38,164 +36,162 @@ def param_groups(module: Any) -> list[Any]:
 class Communication:
     """One kind of communication of an FSDP module: PyTorch's own, or a hook in its place.
 
-    A hook that has an attribute ``own`` is one of this package.
-
     Args:
         module: The FSDP module.
         kind: Which.
     """
 
     def __init__(self, module: Any, kind: Kind) -> None:
-        self.module, self._kind = module, kind
-        current = self.current()
-        #: PyTorch's own, or what the user has set before. None where it is not known.
-        self.own: Any = getattr(current, "own", current)
+        self._module, self._kind = module, kind
+        #: PyTorch's own, or a hook that the user has set; never a hook of this package. Where one
+        #: was set without `install`, nobody knows what was there before it: PyTorch's default.
+        self.own: Any = self.current()
+        if self.own is None or _is_of_this_package(self.own):
+            newest = self._installed().get(kind)
+            self.own = _default(kind) if newest is None else newest.own
+
+    def _installed(self) -> dict[Kind, Communication]:
+        """By which object a hook was installed last, by kind, for as long as the module lives."""
+        found: dict[Kind, Communication] = vars(self._module._get_fsdp_state()).setdefault(
+            "_tightwire", {}
+        )
+        return found
 
     def current(self) -> Any:
-        """What is set; None where it is not known."""
-        groups = param_groups(self.module)
+        """What is set; None if the module has no parameters."""
+        groups = param_groups(self._module)
         return getattr(groups[0], f"_{self._kind}_comm", None) if groups else None
 
     def set(self, comm: Any) -> None:
         """Have the module's later calls be those of `comm`."""
-        getattr(self.module, f"set_custom_{self._kind}")(comm)
+        getattr(self._module, f"set_custom_{self._kind}")(comm)
+
+    def install(self, hook: Any) -> None:
+        """Set a hook of this package, which replaces others for good, also one that is away."""
+        self._installed()[self._kind] = self
+        self.set(hook)
+
+    def is_newest(self) -> bool:
+        """Whether no hook was installed after this one's."""
+        return self._installed().get(self._kind) is self
+
+
+def _default(kind: Kind) -> Any:
+    # Nothing public has them.
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as made
+
+    return made.DefaultAllGather() if kind == "all_gather" else made.DefaultReduceScatter()
+
+
+def _is_of_this_package(hook: Any) -> bool:
+    package = __name__.partition(".")[0]
+    return any(kind.__module__.partition(".")[0] == package for kind in type(hook).__mro__)
 
 
 class Counting:
-    """PyTorch's own communication of an FSDP module, whose calls are counted."""
+    """PyTorch's own communication of an FSDP module; after ``AGAIN`` calls `enough` is called."""
 
-    def __init__(self, own: Any, count: Callable[[], None]) -> None:
-        self.own, self._count = own, count
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """As PyTorch's own."""
-        memory: torch.Tensor = self.own.allocate(size, dtype=dtype, device=device)
-        return memory
+    def __init__(self, own: Any, enough: Callable[[], None]) -> None:
+        self.own, self.allocate = own, own.allocate
+        self._left, self._enough = AGAIN, enough
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """As PyTorch's own."""
-        self._count()
+        self._left -= 1
+        if not self._left:
+            self._enough()
         return self.own(*args, **options)
 
 
-class Absent:
-    """Hooks of FSDP modules that are away, by process group, until they come back to look again.
+class _Away(NamedTuple):
+    """A hook that is away."""
 
-    All ranks of a group make the same calls in the same order. What counts are calls, so that hooks
-    leave and come back between the same calls on all ranks.
+    groups: frozenset[Any]
+    communication: Communication
+    hook: Any
+    #: What is in its place.
+    instead: Any
+
+
+class AwayHooks:
+    """Hooks of FSDP modules that are away until they come back to look again.
+
+    All ranks of a process group make the same calls in the same order. So each module that left
+    counts its own calls: the first that has enough brings back all hooks that share a group with
+    its own, between the same calls on all ranks. A module that is no longer called holds up nobody.
 
     Args:
-        renew: Called with a group whose hooks are back.
-        again: Calls of one module after which those of a group come back. None: ``AGAIN``.
+        renew: Called with each process group whose hooks are back.
     """
 
-    def __init__(self, renew: Callable[[Any], None], again: int | None = None) -> None:
+    def __init__(self, renew: Callable[[Any], None]) -> None:
         self._renew = renew
-        self._again = AGAIN if again is None else again
-        self._away: dict[Any, list[tuple[Communication, Any, Any]]] = {}
-        self._left: dict[Any, int] = {}
+        self._away: list[_Away] = []
 
-    def leave(self, group: Any, hooks: Sequence[tuple[Communication, Any]]) -> None:
-        """Put PyTorch's own communication in the place of these hooks.
+    def put_away(self, groups: Iterable[Any], hooks: Sequence[tuple[Communication, Any]]) -> None:
+        """Put PyTorch's own communication in the place of hooks of one module.
 
         Args:
-            group: The process group.
-            hooks: What they are hooks of, and they themselves.
+            groups: Their process groups.
+            hooks: What they are hooks of, and they themselves. Those that somebody has replaced do
+                not count. Calls of the first are counted.
         """
-        if any(communication.own is None for communication, _ in hooks):
-            return
-        away = self._away.setdefault(group, [])
-        for communication, hook in hooks:
-            own = communication.own
-            if not away:
-                self._left[group] = self._again
-                own = Counting(own, functools.partial(self._count, group))
-            communication.set(own)
-            away.append((communication, hook, own))
+        groups = frozenset(groups)
+        there = [
+            (communication, hook)
+            for communication, hook in hooks
+            if communication.current() is hook
+        ]
+        for number, (communication, hook) in enumerate(there):
+            instead = communication.own
+            if not number:
+                instead = Counting(instead, functools.partial(self._look_again, groups))
+            communication.set(instead)
+            self._away.append(_Away(groups, communication, hook, instead))
 
-    def _count(self, group: Any) -> None:
-        self._left[group] -= 1
-        if not self._left[group]:
-            self._back(group)
+    def _look_again(self, groups: frozenset[Any]) -> None:
+        back = [one for one in self._away if one.groups & groups]
+        self._bring_back(back)
+        for group in frozenset[Any]().union(*(one.groups for one in back)):
             self._renew(group)
 
-    def _back(self, group: Any) -> None:
-        for communication, hook, own in self._away.pop(group):
-            # Somebody may have set another one.
-            if communication.current() is own:
+    def _bring_back(self, back: list[_Away]) -> None:
+        self._away = [one for one in self._away if one not in back]
+        for _, communication, hook, instead in back:
+            # Newer hooks stay: those that are there, and those that are away, too.
+            if communication.current() is instead and communication.is_newest():
                 communication.set(hook)
 
     def close(self) -> None:
         """Have all hooks come back, as they are to refuse calls."""
-        for group in list(self._away):
-            self._back(group)
+        self._bring_back(self._away)
 
 
-class LeftBuckets:
-    """Buckets of a DistributedDataParallel model that are left to PyTorch's own hook.
-
-    Args:
-        renew: Called when none is any more.
-        again: Calls of one bucket after which all of them are looked at again. None: ``AGAIN``.
-    """
-
-    def __init__(self, renew: Callable[[], None], again: int | None = None) -> None:
-        self._renew = renew
-        self._again = AGAIN if again is None else again
-        self._keys: set[Hashable] = set()
-        #: Whose calls are counted: the model makes other buckets after its first step.
-        self._counted: Hashable = None
-        self._left = 0
-
-    def leave(self, bucket: Any) -> None:
-        """Leave later calls of a bucket to PyTorch."""
-        self._counted, self._left = _key(bucket), self._again
-        self._keys.add(self._counted)
-
-    def has(self, bucket: Any) -> bool:
-        """Whether this call of a bucket is left to PyTorch. Counts it."""
-        key = _key(bucket)
-        if key not in self._keys:
-            return False
-        if key == self._counted:
-            self._left -= 1
-            if not self._left:
-                self.clear()
-                self._renew()
-        return True
-
-    def clear(self) -> None:
-        """Leave nothing to PyTorch."""
-        self._keys.clear()
-
-
-def _key(bucket: Any) -> Hashable:
-    return bucket.index(), bucket.buffer().numel()
-
-
-class Leaving:
+class ModuleHooks:
     """The hooks of one FSDP module, which leave together when none of them is faster.
 
     Sums that may have to be made once more need gathers to tell steps apart, and gathers need sums
     to be judged before backward returns.
 
     Args:
-        absent: Where they go.
+        away: Where they go.
         module: The FSDP module.
-        gather: Its hook of parameters.
-        scatter: Its hook of gradients.
+        hooks: Its hooks, of one kind or both, that of parameters first. `install` sets their
+            attributes ``own``, which is PyTorch's communication, and ``together``, which is this.
+            ``forget(group)`` is called before they leave.
     """
 
-    def __init__(self, absent: Absent, module: Any, gather: Any, scatter: Any) -> None:
-        self._absent, self._module = absent, module
-        hooks: list[tuple[Kind, Any]] = [("all_gather", gather), ("reduce_scatter", scatter)]
-        self._hooks = [(Communication(module, kind), hook) for kind, hook in hooks]
-        for communication, hook in self._hooks:
-            hook.own, hook.leaving = communication.own, self
-        #: By hook and process group, whether PyTorch's own was faster last.
+    def __init__(self, away: AwayHooks, module: Any, hooks: Mapping[Kind, Any]) -> None:
+        self._away, self._module = away, module
+        self._hooks = [(Communication(module, kind), hook) for kind, hook in hooks.items()]
+        #: By kind and process group, whether PyTorch's own was faster last.
         self._native: dict[tuple[Kind, Any], bool] = {}
+
+    def install(self) -> None:
+        """Set the hooks."""
+        for communication, hook in self._hooks:
+            hook.own, hook.together = communication.own, self
+            communication.install(hook)
 
     def found(self, kind: Kind, group: Any, native: bool) -> None:
         """Say whether PyTorch's own communication is the faster one.
@@ -209,12 +205,53 @@ class Leaving:
         if not native or not all(self._native.values()):
             return
         kinds = {kind for kind, _ in self._native}
-        if len(kinds) < 2 and any(p.requires_grad for p in self._parameters()):
+        if len(kinds) < len(self._hooks) and any(p.requires_grad for p in self._parameters()):
             return
+        groups = {group for _, group in self._native}
         self._native.clear()
         for _, hook in self._hooks:
-            hook.leaves(group)
-        self._absent.leave(group, self._hooks)
+            for group in groups:
+                hook.forget(group)
+        self._away.put_away(groups, self._hooks)
 
     def _parameters(self) -> list[Any]:
         return [p.sharded_param for g in param_groups(self._module) for p in g.fsdp_params]
+
+
+class NativeBuckets:
+    """Buckets of a DistributedDataParallel model that are left to PyTorch's own hook.
+
+    The model makes other buckets after its first step, so each counts its own calls. The first that
+    has had ``AGAIN`` of them ends it for all, those that do not come any more included.
+
+    Args:
+        renew: Called when none is left to PyTorch any more.
+    """
+
+    def __init__(self, renew: Callable[[], None]) -> None:
+        self._renew = renew
+        #: By bucket: calls that are left to PyTorch.
+        self._calls: dict[Hashable, int] = {}
+
+    def add(self, bucket: Any) -> None:
+        """Leave later calls of a bucket to PyTorch."""
+        self._calls[_key(bucket)] = AGAIN
+
+    def take(self, bucket: Any) -> bool:
+        """Whether this call of a bucket is left to PyTorch. Counts it."""
+        key = _key(bucket)
+        if key not in self._calls:
+            return False
+        self._calls[key] -= 1
+        if not self._calls[key]:
+            self.clear()
+            self._renew()
+        return True
+
+    def clear(self) -> None:
+        """Leave nothing to PyTorch."""
+        self._calls.clear()
+
+
+def _key(bucket: Any) -> Hashable:
+    return bucket.index(), bucket.buffer().numel(), bucket.buffer().dtype

@@ -15,7 +15,7 @@ from ..collectives.prepared_work import Work
 from ..collectives.side_stream import SideStream
 from ..errors import CollectiveError
 from .hooks import Channel, Closing, in_backward, raise_at_the_end
-from .leaving import LeftBuckets
+from .leaving import NativeBuckets
 from .prepared_hooks import EndOfBackward, PreparedHook, Route
 
 #: Steps after which the memory of a bucket that has not come again is given back. Several models
@@ -59,7 +59,7 @@ class PreparedDdpHook(PreparedHook, Closing):
         self._step = 0
         self._used: dict[Hashable, int] = {}
         #: Buckets that are left to PyTorch.
-        self.left = LeftBuckets(lambda: self.look_again(group))
+        self.native_buckets = NativeBuckets(lambda: self.look_again(group))
         # DistributedDataParallel asks for what copies gradients out of buckets later, with the last
         # bucket, unless its graph is static.
         self._end = EndOfBackward(self._judge)
@@ -81,7 +81,7 @@ class PreparedDdpHook(PreparedHook, Closing):
 
     def close(self) -> None:
         """See ``PreparedHook``."""
-        self.left.clear()
+        self.native_buckets.clear()
         super().close()
 
     def average(self, bucket: Any) -> Any:
@@ -113,8 +113,8 @@ class PreparedDdpHook(PreparedHook, Closing):
             # Measured on copies: sums of sums would grow.
             if self._native(group, key, lambda: self._mean(x.clone()), ours, x):
                 self._mean(x)
-                self.leaves(group, bucket.index())
-                self.left.leave(bucket)
+                self.forget(group, bucket.index())
+                self.native_buckets.add(bucket)
                 return
             work = reduce(x, x)
             self._count(work)
@@ -170,6 +170,6 @@ def prepared_ddp_hook(
         TypeError: For sparse or complex gradients.
         CollectiveError: If anything goes wrong on the wire; ``backward()`` raises it at its end.
     """
-    if state.left.has(bucket):
+    if state.native_buckets.take(bucket):
         return allreduce_hook(state.group, bucket)
     return in_backward(state, bucket.buffer(), lambda: state.average(bucket))

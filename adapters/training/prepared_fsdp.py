@@ -15,7 +15,7 @@ from ...planning import integer
 from ..collectives.kept_messages import Budget, KeptMessage
 from ..collectives.prepared_work import Work
 from ..errors import CollectiveError
-from .leaving import Leaving, param_groups
+from .leaving import ModuleHooks, param_groups
 from .prepared_hooks import EndOfBackward, Pending, PreparedHook, Route
 from .shard_state import shard_state
 
@@ -180,8 +180,8 @@ class PreparedGather(PreparedHook):
                 gather(input_tensor, output_tensor).wait()
 
             native_is_faster = self._native(group, key, native, ours, input_tensor)
-            if hook is not None and hook.leaving is not None:
-                hook.leaving.found("all_gather", group, native_is_faster)
+            if hook is not None and hook.together is not None:
+                hook.together.found("all_gather", group, native_is_faster)
             if native_is_faster:
                 return native()
             work = gather(input_tensor, output_tensor, kept)
@@ -201,13 +201,13 @@ class _Gather:
         self._asked = False
         #: From a gather outside of backward to the first one in backward: see ``shard_state``.
         self._span = 0
-        #: PyTorch's own communication, and what this hook leaves with.
+        #: PyTorch's own communication, and what leaves with this hook; with the route "auto".
         self.own: Any = None
-        self.leaving: Leaving | None = None
+        self.together: ModuleHooks | None = None
 
-    def leaves(self, group: Any) -> None:
+    def forget(self, group: Any) -> None:
         """See ``PreparedHook``."""
-        self._hook.leaves(group, self._module)
+        self._hook.forget(group, self._module)
         if self._kept is not None:
             self._kept.free()
 
@@ -314,8 +314,8 @@ class PreparedScatter(PreparedHook):
                 scatter(x, output).wait()
 
             native_is_faster = self._native(group, key, native, ours, x)
-            if hook.leaving is not None:
-                hook.leaving.found("reduce_scatter", group, native_is_faster)
+            if hook.together is not None:
+                hook.together.found("reduce_scatter", group, native_is_faster)
             if native_is_faster:
                 native()
                 return
@@ -365,11 +365,11 @@ class _Scatter:
         self.module = module
         #: As of a `_Gather`.
         self.own: Any = None
-        self.leaving: Leaving | None = None
+        self.together: ModuleHooks | None = None
 
-    def leaves(self, group: Any) -> None:
+    def forget(self, group: Any) -> None:
         """See ``PreparedHook``."""
-        self._hook.leaves(group, self.module)
+        self._hook.forget(group, self.module)
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device

@@ -19,7 +19,7 @@ from ..collectives.recorded import BEFORE
 from ..errors import CollectiveError
 from ..transports.peer import PeerMemory
 from ..transports.torch_dist import TorchDist
-from .leaving import Absent
+from .leaving import AwayHooks
 
 #: How bytes travel: as ``Communicator`` sends them, or by prepared calls.
 Route = Literal["exact", "network", "peers", "auto"]
@@ -144,7 +144,7 @@ class PreparedHook:
         self._lock = threading.Lock()
         self._closed = False
         #: Of FSDP modules that are left to FSDP itself.
-        self.absent: Absent | None = None
+        self.away: AwayHooks | None = None
         #: What a group's first call of a step is about; see `_repeats`.
         self._first: dict[Any, Hashable] = {}
         #: Bytes to other ranks, without compression and as they were sent, in all calls so far.
@@ -153,8 +153,8 @@ class PreparedHook:
     def close(self) -> None:
         """Free the memory of the calls. Later calls raise CollectiveError."""
         self._closed = True
-        if self.absent is not None:
-            self.absent.close()
+        if self.away is not None:
+            self.away.close()
         for calls in self._calls.values():
             calls.forget()
         self._prepared.clear()
@@ -204,8 +204,8 @@ class PreparedHook:
             self._calls[group].restart()
         return begins
 
-    def leaves(self, group: Any, what: Hashable) -> None:
-        """Say that calls of `what` are PyTorch's own from now on: others begin a step.
+    def forget(self, group: Any, what: Hashable) -> None:
+        """Have others than calls of `what` begin a step: these are left to PyTorch.
 
         Args:
             group: The process group.

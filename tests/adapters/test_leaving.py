@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,12 @@ from tightwire.adapters.collectives.faster import Faster  # noqa: E402
 from tightwire.adapters.collectives.path_selection import Measured  # noqa: E402
 from tightwire.adapters.training import ddp as ddp_module  # noqa: E402
 from tightwire.adapters.training import leaving, prepared_ddp, prepared_fsdp  # noqa: E402
-from tightwire.adapters.training.leaving import Communication, Counting  # noqa: E402
+from tightwire.adapters.training.leaving import (  # noqa: E402
+    AwayHooks,
+    Communication,
+    Counting,
+    NativeBuckets,
+)
 
 #: Calls after which hooks come back; a module takes two gathers a step.
 AGAIN = 4
@@ -59,13 +65,39 @@ class Says:
         patch.setattr(leaving, "AGAIN", AGAIN)
 
 
-def make(mesh: Any, **policy: Any) -> Any:
+class Layers(torch.nn.Sequential):  # type: ignore[misc, name-defined]
+    """Layers of which one may be skipped."""
+
+    skip = -1
+
+    def forward(self, x: Any) -> Any:
+        for number, layer in enumerate(self):
+            x = x if number == self.skip else layer(x)
+        return x
+
+
+class OwnGather:
+    """A hook of the user's, around PyTorch's own."""
+
+    def __init__(self, inner: Any = None) -> None:
+        self.inner, self.calls = inner, 0
+
+    def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self.inner(*args, **options)
+
+
+def make(mesh: Any, reshard: Any = None, sizes: Any = (64, 64, 96, 128), **policy: Any) -> Any:
     torch.manual_seed(0)
     # Of different sizes.
-    layers = [torch.nn.Linear(64, 64), torch.nn.Linear(64, 96), torch.nn.Linear(96, 128)]
-    model = torch.nn.Sequential(*layers)
+    layers = [torch.nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
+    model = Layers(*layers)
     for module in (layers[0], layers[1], model):
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
+        kept = MixedPrecisionPolicy(**policy)
+        fully_shard(module, mesh=mesh, mp_policy=kept, reshard_after_forward=reshard)
     return model
 
 
@@ -99,13 +131,29 @@ def ours(model: Any) -> list[int]:
     return found
 
 
+def own_of(model: Any) -> list[Any]:
+    """What hooks of this package take for PyTorch's own."""
+    modules = [m for _, m in fsdp.fsdp_modules(model)]
+    kinds: tuple[Any, ...] = ("all_gather", "reduce_scatter")
+    return [Communication(m, kind).own for m in modules for kind in kinds]
+
+
+def until_back(model: Any, number: int = 10) -> None:
+    """Steps until hooks are set again."""
+    steps = 0
+    while ours(model) != [3, 3]:
+        step(model, number + steps)
+        steps += 1
+        assert steps < 10
+
+
 def refuse(patch: pytest.MonkeyPatch) -> None:
     """From here on no hook may be called."""
 
     def never(*args: Any, **options: Any) -> None:
         raise AssertionError("a hook was called")
 
-    for kind in (prepared_fsdp._Gather, prepared_fsdp._Scatter, fsdp._Leaving):
+    for kind in (prepared_fsdp._Gather, prepared_fsdp._Scatter, fsdp._AutoHook):
         patch.setattr(kind, "__call__", never)
         patch.setattr(kind, "allocate", never)
 
@@ -121,11 +169,11 @@ def fsdp_by(says: Says, mesh: Any, options: dict[str, Any]) -> None:
     assert ours(model) == [3, 3]
     step(model)
     assert ours(model) == [0, 0]
-    # PyTorch's own objects are there again, but for one that counts.
+    # PyTorch's own objects are there again, and a module has one counter for what left with it.
     for kind, objects in zip(("all_gather", "reduce_scatter"), own, strict=True):
         now = comms(model, kind)
         counting = [c for c in now if isinstance(c, Counting)]
-        expected = 1 if kind == "all_gather" or "algorithm" in options else 0
+        expected = 3 if kind == "all_gather" or "algorithm" in options else 0
         assert len(counting) == expected
         assert [c.own if isinstance(c, Counting) else c for c in now] == objects
         assert {type(c) for c in objects} == {type(c) for c in before[kind != "all_gather"]}
@@ -138,11 +186,7 @@ def fsdp_by(says: Says, mesh: Any, options: dict[str, Any]) -> None:
     # They come back, look again, and stay.
     says.native |= {"gather": False, "scatter": False}
     asked = len(says.asked)
-    steps = 0
-    while ours(model) != [3, 3]:
-        step(model, 2 + steps)
-        steps += 1
-        assert steps < 10
+    until_back(model)
     step(model)
     assert {"gather", "scatter"} <= set(says.asked[asked:])
     assert all(hook.wire_bytes > old for hook, old in zip(hooks, sent, strict=True))
@@ -171,11 +215,102 @@ def others_are_respected(says: Says, mesh: Any) -> None:
         if k == 1:
             assert ours(model) == [0, 0]
     assert [getattr(c, "own", c) for c in comms(model, "all_gather")] == own
+    there = ours(model)
     hooks.close()
+    assert ours(model) == there
     again.close()
     assert ours(model) == [3, 3]
     with pytest.raises(tw.CollectiveError, match="closed"):
         step(model)
+
+
+AUTO: tuple[dict[str, Any], ...] = ({"route": "auto"}, {"algorithm": "auto"})
+
+
+def newer_hooks_win(says: Says, mesh: Any, first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Hooks know what was there before any of this package; replaced ones never come back."""
+    plain = make(mesh)
+    for closed in ("before", "away", "back"):
+        says.native |= {"gather": True, "scatter": True}
+        model = make(mesh)
+        own = own_of(model)
+        old = fsdp.compress(model, **first)
+        for k in range(2):
+            step(model, k)
+        assert own_of(model) == own
+        if closed == "before":
+            old.close()
+        new = fsdp.compress(model, **second)
+        assert own_of(model) == own
+        assert ours(model) == [3, 3]
+        sent = [hook.wire_bytes for hook in old]
+        step(model)
+        assert ours(model) == [0, 0]
+        if closed == "away":
+            old.close()
+        assert ours(model) == [0, 0]
+        assert same(step(model, 1), step(plain, 1))
+        says.native |= {"gather": False, "scatter": False}
+        until_back(model)
+        if closed == "back":
+            old.close()
+        assert alike(step(model, 2), step(plain, 2))
+        assert sent == [hook.wire_bytes for hook in old]
+        new.close()
+        with pytest.raises(tw.CollectiveError, match="closed"):
+            step(model)
+
+
+def through_all_hooks(says: Says, mesh: Any) -> None:
+    """A hook of the user's is found below any chain, and may be set above one."""
+    says.native |= {"gather": True, "scatter": True}
+    plain, model = make(mesh), make(mesh)
+    users = OwnGather(Communication(model, "all_gather").own)
+    for _, m in fsdp.fsdp_modules(model):
+        m.set_custom_all_gather(users)
+    feedback: dict[str, Any] = {"gradients": "mx", "error_feedback": tw.ErrorFeedback()}
+    for options in ({}, feedback, {"weight_differences": True}, {"route": "network"}, *AUTO):
+        hooks = fsdp.compress(model, **options)
+        assert own_of(model)[::2] == [users] * 3
+        step(model)
+    assert ours(model) == [0, 0]
+    calls = users.calls
+    assert same(step(model, 1), step(plain, 1))
+    assert users.calls > calls
+    # Set while the hooks are away: they leave it alone.
+    another = OwnGather(users)
+    model.set_custom_all_gather(another)
+    assert own_of(model)[0] is another
+    hooks.close()
+    assert comms(model, "all_gather")[0] is another
+    # One that was set without `compress` tells nothing.
+    model = make(mesh)
+    model.set_custom_all_gather(fsdp.AllGather())
+    own = own_of(model)
+    with fsdp.compress(model, route="auto"):
+        step(model)
+        assert ours(model) == [0, 0]
+        assert {type(c) for c in own[::2]} == {type(Communication(model[0], "all_gather").own)}
+        assert same(step(model, 1), step(plain, 1))
+
+
+def others_count_on(says: Says, mesh: Any) -> None:
+    """Hooks come back whatever module is called no longer."""
+    for skip, options in itertools.product(range(2), AUTO):
+        says.native |= {"gather": True, "scatter": True}
+        model = make(mesh, sizes=(64, 64, 64, 64))
+        with fsdp.compress(model, **options):
+            step(model)
+            assert ours(model) == [0, 0]
+            says.native |= {"gather": False, "scatter": False}
+            model.skip = skip
+            model[skip].requires_grad_(False)
+            steps = 0
+            while ours(model) != [3, 3]:
+                model.zero_grad()
+                model(torch.randn(4, 64)).square().mean().backward()
+                steps += 1
+                assert steps <= AGAIN
 
 
 def some_stay(says: Says, mesh: Any) -> None:
@@ -261,11 +396,124 @@ def everything(device: Any) -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     with pytest.MonkeyPatch.context() as patch:
         says = Says(patch)
-        for options in ({"route": "auto"}, {"algorithm": "auto"}):
+        for options in AUTO:
             fsdp_by(says, mesh, options)
             buckets(says, options)
+            for first in ({}, {"route": "network"}, *AUTO):
+                newer_hooks_win(says, mesh, first, options)
+        through_all_hooks(says, mesh)
+        others_count_on(says, mesh)
         others_are_respected(says, mesh)
         some_stay(says, mesh)
+
+
+def several_groups(device: Any) -> None:
+    """Where FSDP gathers by half the ranks in backward, all groups are measured again."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with pytest.MonkeyPatch.context() as patch:
+        says = Says(patch)
+        for options in AUTO:
+            says.native |= {"gather": False, "scatter": False}
+            plain, model = make(mesh, reshard=2), make(mesh, reshard=2)
+            with fsdp.compress(model, **options) as hooks:
+                step(model)
+                renewed: list[int] = []
+                for hook in hooks:
+                    renew = hook.away._renew
+                    for group in getattr(hook, "switches", getattr(hook, "_channels", ())):
+                        # As if it had been away.
+                        renew(group)
+
+                    def noted(group: Any, renew: Any = renew, renewed: Any = renewed) -> None:
+                        renewed.append(group.size())
+                        renew(group)
+
+                    hook.away._renew = noted
+                says.native |= {"gather": True, "scatter": True}
+                steps = 0
+                while ours(model) != [0, 0]:
+                    assert alike(step(model, steps), step(plain, steps))
+                    steps += 1
+                    assert steps < 4
+                assert same(step(model, 5), step(plain, 5))
+                says.native |= {"gather": False, "scatter": False}
+                until_back(model)
+                assert {2, 4} == set(renewed)
+
+
+class FakeCommunication:
+    """What hooks need to know of a communication, without FSDP."""
+
+    newest = True
+
+    def __init__(self) -> None:
+        self.own = OwnGather()
+        self.now: Any = "hook"
+
+    def current(self) -> Any:
+        return self.now
+
+    def set(self, comm: Any) -> None:
+        self.now = comm
+
+    def is_newest(self) -> bool:
+        return self.newest
+
+
+def test_hooks_come_back_by_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaving, "AGAIN", 2)
+    renewed: list[str] = []
+    away = AwayHooks(renewed.append)
+    all_groups = ({"a"}, {"a", "b"}, {"b"}, {"c"}, {"a"}, {"a"})
+    places: list[Any] = [FakeCommunication() for _ in all_groups]
+    places[4].newest = False
+    places[5].now = "another"
+    replaced: Any = FakeCommunication()
+    replaced.now = "another"
+    for groups, place in zip(all_groups, places, strict=True):
+        away.put_away(groups, [(replaced, "hook"), (place, "hook")])
+    assert places[5].now == "another"
+    last = places[1].now
+    for _ in range(2):
+        last.own = lambda *args: None
+        last()
+    assert [place.now == "hook" for place in places] == [True, True, True, False, False, False]
+    assert sorted(renewed) == ["a", "b"]
+    away.close()
+    assert [place.now == "hook" for place in places] == [True] * 4 + [False] * 2
+
+
+class FakeBucket:
+    """A bucket of gradients."""
+
+    def __init__(self, index: int, size: int, dtype: Any = torch.float32) -> None:
+        self._index, self._buffer = index, torch.empty(size, dtype=dtype)
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> Any:
+        return self._buffer
+
+
+def test_any_bucket_ends_it_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaving, "AGAIN", 3)
+    renewed: list[bool] = []
+    native = NativeBuckets(lambda: renewed.append(True))
+    kept, gone = FakeBucket(0, 5), FakeBucket(1, 6)
+    native.add(kept)
+    native.add(gone)
+    assert not native.take(FakeBucket(0, 6))
+    assert not native.take(FakeBucket(0, 5, torch.bfloat16))
+    # The model has made other buckets, and one of them is as before.
+    assert [native.take(kept) for _ in range(4)] == [True, True, True, False]
+    assert renewed == [True]
+    assert not native.take(gone)
+
+
+@pytest.mark.slow
+def test_several_groups(tmp_path: Path) -> None:
+    launch(__file__, "several_groups", 4, tmp_path)
 
 
 @pytest.mark.slow
