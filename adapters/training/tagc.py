@@ -64,7 +64,7 @@ from .hooks import (
     wide,
 )
 from .layers import Rule
-from .leaving import param_groups
+from .leaving import Communication, param_groups
 from .prepared_fsdp import PreparedGather, kind_and_factor
 from .prepared_hooks import EndOfBackward, Route, check_route
 from .sketches import Report, Sketches, State, Tagc
@@ -436,8 +436,10 @@ def compress(
     hooks = Hooks(gathers or AllGather(node=node, **options), scatters, state)
     names = {id(p): name for name, p in module.named_parameters()}
     for _, m in modules:
-        m.set_custom_all_gather(hooks.all_gather if gathers is None else gathers.of(m))
-        m.set_custom_reduce_scatter(hooks.reduce_scatter.unit(_parameters(m, names)))
+        gather = hooks.all_gather if gathers is None else gathers.of(m)
+        Communication(m, "all_gather").install(gather)
+        scatter = hooks.reduce_scatter.unit(_parameters(m, names))
+        Communication(m, "reduce_scatter").install(scatter)
     return hooks
 
 
