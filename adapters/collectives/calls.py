@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ...arrays import ArrayInfo
 from ...codecs.common.base import Key
@@ -18,6 +20,8 @@ from ...formats.errors import FormatError
 from ..errors import CollectiveError
 from . import running
 from .tensors import PendingHostCopy
+
+T = TypeVar("T")
 
 #: What the seeds of a call's encodings differ by: odd, so that none of 2^64 comes twice.
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -30,6 +34,15 @@ def rounding_key(seed: int, sequence: int, encoding: int, rank: int, world: int)
     their own: in an all-reduce the rounding of a sum is independent of the rounding of its terms.
     """
     return Key((seed + encoding * _GOLDEN) % 2**64, sequence % 2**32, rank, world)
+
+
+def newest(records: deque[T], last: int | None) -> list[T]:
+    """The last records, oldest first; all if `last` is None.
+
+    Hooks ask for one after each call, of which there are many.
+    """
+    most = None if last is None else max(last, 0)
+    return list(itertools.islice(reversed(records), most))[::-1]
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def _machine(transport: Transport) -> dict[str, Any]:
         "host": platform.node(),
         "cores": os.cpu_count(),
         "transport": type(transport).__name__,
-        "backend": getattr(getattr(transport, "_group", None), "name", str)(),
+        "backend": getattr(transport, "backend", ""),
         "tightwire": sys.modules["tightwire"].__version__,
         "settings": {n: os.environ[n] for n in names if not n.startswith(_OTHER_SETTINGS)},
     }

@@ -8,7 +8,6 @@ another one crosses its NIC once, encoded.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import operator
 from collections import deque
@@ -26,7 +25,7 @@ from ..errors import CollectiveError
 from . import tensors
 from .arguments import equal_splits, peer_of, rows_of, splits_of
 from .auto_scale import Scaling
-from .calls import Call, TraceRecord
+from .calls import Call, TraceRecord, newest
 from .chunk_views import split
 from .communicator import Communicator
 from .point_to_point import exchange
@@ -151,8 +150,7 @@ class NodeCommunicator:
         Args:
             last: Number of records. None: all that are remembered.
         """
-        skipped = 0 if last is None else max(len(self._records) - last, 0)
-        return list(itertools.islice(self._records, skipped, None))
+        return newest(self._records, last)
 
     def check(self) -> None:
         """Raise what decoding on a GPU has found so far. Waits for the device.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections import Counter, deque
@@ -25,7 +24,7 @@ from . import running, tensors
 from .agreement import agree, gather_plain
 from .arguments import check_round_trips
 from .auto_scale import AutoScale, Scaling, scaling_of
-from .calls import Call, TraceRecord
+from .calls import Call, TraceRecord, newest
 from .cost import Choice
 from .kept_measurements import KeptMeasurements, check_measurements
 from .measurements_file import absolute
@@ -223,8 +222,7 @@ class Session:
 
     def trace(self, last: int | None = None) -> list[TraceRecord]:
         """Records of the last calls, oldest first; of all that are remembered if `last` is None."""
-        skipped = 0 if last is None else max(len(self.records) - last, 0)
-        return [TraceRecord(*traced) for traced in itertools.islice(self.records, skipped, None)]
+        return [TraceRecord(*traced) for traced in newest(self.records, last)]
 
     def slow_ranks(self, calls: int) -> list[tuple[int, float]]:
         """Ranks and the seconds that others waited for them in the last `calls`, slowest first."""

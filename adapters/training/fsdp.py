@@ -605,13 +605,13 @@ def compress(
             of a host read one another's memory; ``"auto"`` takes peers where it can, measures, and
             gives modules FSDP's own communication back for as long as that is faster; with
             ``"exact"`` the option ``algorithm="auto"`` does so, unless there are nodes, error
-            feedback or weight differences. With these the
-            only other arguments are ``gradients``, ``wire``, ``codec``, ``checksum``, ``seed``,
-            with ``"auto"`` ``measurements``, which is as in ``Communicator``, and
-            ``keep_nbytes``: bytes of memory for encoded shards. Over the network, a shard that
-            has not changed since the last gather is not encoded again, if there is memory for it.
-            None: 256 MiB on the host, where shards are compared with copies, and 0, which keeps
-            nothing, on a GPU. There nothing is compared: what forward has sent is sent again by the
+            feedback or weight differences. With a route for prepared calls the only other arguments
+            are ``gradients``, ``wire``, ``codec``, ``checksum``, ``seed``, with ``"auto"``
+            ``measurements``, which is as in ``Communicator``, and ``keep_nbytes``: bytes of memory
+            for encoded shards. Over the network, a shard that has not changed since the last gather
+            is not encoded again, if there is memory for it. None: 256 MiB on the host, where shards
+            are compared with copies, and 0, which keeps nothing, on a GPU. There nothing is
+            compared: what forward has sent is sent again by the
             first backward, unless an optimizer has stepped or PyTorch has counted a change of the
             shard. Changes that it does not count must not be made in between: by ``.data``,
             collectives, checkpoints that are loaded in place, or other libraries.

@@ -353,6 +353,11 @@ class TorchDist(Transport):
         return self._given
 
     @property
+    def backend(self) -> str:
+        """The name of the group's backend, such as ``"nccl"``."""
+        return str(self._group.name())
+
+    @property
     def rank(self) -> int:
         """Number of this rank in the group; see ``Transport``."""
         return self._rank

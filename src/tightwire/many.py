@@ -29,6 +29,7 @@ from .arguments import (
     need_no_base,
     need_no_base_in_batch,
     number,
+    numbered,
     on_gpu,
     output_memory,
     source_target,
@@ -251,7 +252,7 @@ def decode_many(
         except FormatError as error:
             failed[i] = error
         except (TypeError, ValueError) as error:
-            raise type(error)(f"buffers[{i}]: {error}") from None
+            raise numbered(error, f"buffers[{i}]") from None
         else:
             known[i] = parsed, _elements(f"out[{i}]", outs[i], parsed.plan)
     if here and (out is not None or scratch is not None):
