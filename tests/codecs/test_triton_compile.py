@@ -291,6 +291,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     from triton.runtime.jit import JITFunction, mangle_type
 
     from tightwire import sparsify_triton
+    from tightwire.adapters.collectives import resident_copy_triton
     from tightwire.codecs import (
         delta_batch_triton,
         delta_digest_triton,
@@ -312,6 +313,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     others |= {"zipccl_windows": zipccl_windows_triton, "delta_digest": delta_digest_triton}
     others |= {"zipccl_batch": zipccl_batch_triton, "zipccl_sums": zipccl_sums_triton}
     others["delta_batch"], others["fill"] = delta_batch_triton, fill_triton
+    others["resident_copy"] = resident_copy_triton
     modules = others | {name: device_module(name) for name in tw.list_codecs()}
     kernels = {
         id(value): f"{stem}.{name}"
@@ -386,6 +388,8 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     table = torch.zeros(16, dtype=torch.int64)
     frame_triton._WRITE.launch(1, (table,), 0, *range(16))  # what graphs write tables by
     fill_triton.fill_if(table, 1, torch.zeros(16, dtype=torch.bfloat16), 0.0)
+    data = torch.zeros(2, resident_copy_triton.LEAST_NBYTES, dtype=torch.uint8)
+    resident_copy_triton.resident_copy(data[0], data[1])
     return sorted({*kernels.values(), *formats}), sorted(specialised), list(forms.values())
 
 
