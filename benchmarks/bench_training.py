@@ -60,7 +60,6 @@ from training_models import (
     alone,
     divided,
     experts,
-    gather_ahead,
     keep_gradients,
     keep_parameters,
     mixed,
@@ -175,8 +174,6 @@ def _fsdp(
     **options: Any,
 ) -> Case:
     def compress(model: Any) -> fsdp.Hooks:
-        if options.get("route") == "network":
-            gather_ahead(model)
         return fsdp.compress(model, **options)
 
     return Case(
