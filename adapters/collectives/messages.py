@@ -28,7 +28,7 @@ _DYNAMIC_NBYTES = 1
 #: Of the first messages the dynamic part has this share of the tensor's bytes.
 _FIRST_SHARE = 1 / 10
 #: Messages that are remembered.
-_REMEMBERED = 16
+_REMEMBERED = 8
 #: Memory is made in multiples of this, and of its size in so many bits less one.
 _LEAST, _STEPS = 1 << 12, 3
 #: Spare capacity, as a share of what is needed, and how much may lie idle before it shrinks.

@@ -564,7 +564,7 @@ def test_capacity() -> None:
     capacity.learn(300_000)
     assert 300_000 < capacity.nbytes < 600_000
     grown = capacity.nbytes
-    for _ in range(15):
+    for _ in range(7):
         capacity.learn(1000)
         assert capacity.nbytes == grown
     capacity.learn(1000)
