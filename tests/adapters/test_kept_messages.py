@@ -141,7 +141,8 @@ def test_a_budget_is_shared_and_given_back() -> None:
         assert first.sent_again
         assert not second.sent_again
         first.free()
-        for _ in range(3):
+        # Messages have been laid out anew meanwhile, as less was needed than there was room for.
+        for _ in range(5):
             gathered(calls, gather, x, second, None)
         assert second.sent_again >= 2
 
