@@ -7,14 +7,15 @@ once, with a number for each of its copies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...arrays import ArrayInfo, describe
-from ..collectives import running
+from ..collectives import running, tensors
 from ..collectives.agreement import agree
 from ..collectives.calls import Call
 from ..collectives.nodes import NodeCommunicator, Steps
@@ -36,17 +37,13 @@ class Order(NamedTuple):
     inverse: Any
 
     @classmethod
-    def of(cls, index: Any) -> Order:
-        """The permutation `index`, int64, shape (rows,)."""
-        inverse = torch.empty_like(index)
-        inverse[index] = torch.arange(index.shape[0], device=index.device)
-        return cls(index, inverse)
-
-    @classmethod
     def of_blocks(cls, places: Any, sizes: Any, rows: int) -> Order:
         """The permutation of `rows` rows in blocks of `sizes` that puts these in their `places`."""
         of_rows = torch.repeat_interleave(places, sizes, output_size=rows)
-        return cls.of(of_rows.argsort(stable=True))
+        index = of_rows.argsort(stable=True)
+        inverse = torch.empty_like(index)
+        inverse[index] = torch.arange(rows, device=index.device)
+        return cls(index, inverse)
 
 
 class Copies(NamedTuple):
@@ -54,28 +51,54 @@ class Copies(NamedTuple):
 
     Attributes:
         choices: Numbers of experts, int64, shape (rows, top_k).
-        order: Copies by expert; copy `row * top_k + which` is of that choice.
-        counts: Copies for each expert, shape (experts,).
-        strange: Whether there are numbers of no expert, shape (1,).
+        index: Copies by expert, shape (rows * top_k,): copy `row * top_k + which` is of that
+            choice.
+        rows: The row of each copy, by expert.
+        words: What ranks tell each other, int64, shape (2, experts + 3), of which the second row is
+            free: how many copies are for experts before number 0, 1, and so on to `experts`, how
+            many there are, and the sum of their weights, as float64.
     """
 
     choices: Any
-    order: Order
-    counts: Any
-    strange: Any
+    index: Any
+    rows: Any
+    words: Any
 
     @classmethod
-    def of(cls, choices: Any, experts: int) -> Copies:
-        """The copies for so many `experts`."""
+    def of(cls, choices: Any, weights: Any, numbers: Any) -> Copies:
+        """The copies for experts, of which `numbers` are -1 and so on, and the largest int64."""
+        top_k = choices.shape[1]
         ranked, index = choices.reshape(-1).sort(stable=True)
-        bounds = torch.searchsorted(ranked, torch.arange(experts + 1, device=choices.device))
-        strange = (bounds[:1] != 0) | (bounds[-1:] != ranked.shape[0])
-        return cls(choices, Order.of(index), bounds.diff(), strange)
+        words = numbers.new_empty(2, numbers.shape[0] + 1)
+        torch.searchsorted(ranked, numbers, right=True, out=words[0, :-1])
+        weights = weights.detach()
+        if weights.dtype == torch.float64:
+            # Others cannot add up to infinity.
+            weights = weights * 0
+        torch.sum(weights, (0, 1), dtype=torch.float64, out=words.view(torch.float64)[0, -1])
+        return cls(choices, index, index if top_k == 1 else index // top_k, words)
 
     @property
-    def rows(self) -> Any:
-        """The row of each copy, by expert."""
-        return self.order.index // self.choices.shape[1]
+    def counts(self) -> Any:
+        """Copies for each expert, shape (experts,)."""
+        return self.words[0, :-2].diff()
+
+    @property
+    def fault(self) -> Any:
+        """Bits of what is wrong, shape (1,), as `faults_of`."""
+        words, last = self.words[0], self.words.shape[1] - 1
+        begin, end, every, weight = (words[k : k + 1] for k in (0, last - 2, last - 1, last))
+        strange = (begin != 0) | (end != every)
+        infinite = ~torch.isfinite(weight.view(torch.float64))
+        return strange.long() + 2 * infinite.long()
+
+
+def faults_of(words: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Bits of what is wrong with `Copies` of which `words` tell, shape (ranks, words)."""
+    strange = (words[:, 0] != 0) | (words[:, -3] != words[:, -2])
+    infinite = ~np.isfinite(words[:, -1].view(np.float64))
+    bits: npt.NDArray[np.int64] = strange + 2 * infinite
+    return bits
 
 
 class Passing(NamedTuple):
@@ -112,7 +135,6 @@ class Splits(NamedTuple):
         receives: Rows from each rank.
         arrival: Ranks in the order in which rows arrive.
         table: In this order rows for each expert of this rank: int64, shape (ranks, experts).
-        on_device: The same on the device of the rows.
         grid: Nodes and the ranks of each, None without nodes.
         passing: What passes through this rank, None without nodes.
         local: Of the rows that arrive, those from each rank of this node; empty without nodes.
@@ -122,10 +144,22 @@ class Splits(NamedTuple):
     receives: list[int]
     arrival: Sequence[int]
     table: Any
-    on_device: Any
     grid: tuple[int, int] | None = None
     passing: Any = None
     local: Sequence[int] = ()
+
+
+class Arranged(NamedTuple):
+    """What a rank knows of rows before they arrive, on their device.
+
+    Attributes:
+        counts: Rows for each of its experts: int64, shape (experts,).
+        by_expert: Their order by expert, and of one by rank, of those that arrive; None if they
+            arrive in it.
+    """
+
+    counts: Any
+    by_expert: Order | None
 
 
 class Rows:
@@ -145,40 +179,101 @@ class Rows:
     def __init__(self, channel: Channel, experts: int, faults: Sequence[str]) -> None:
         self._channel = channel
         self._rows = RowExchange(channel.comm, experts, faults)
-        self._places: dict[torch.device, Any] = {}
+        self._kept: dict[tuple[str, torch.device], Any] = {}
+        self._experts = experts
 
-    def splits(self, x: Any, copies: Copies, fault: Any) -> Splits:
-        """Tell all ranks the numbers of `copies` of rows like those of `x`, and what is wrong."""
-        info = describe(x.detach())
-        found = _made(self._channel, lambda: self._rows.counts(info, copies.counts, fault), fault)
+    def copies(self, choices: Any, weights: Any) -> Copies:
+        """The copies of rows that are to go to the experts `choices`, with these weights."""
+        numbers = self._kept.get(("experts", choices.device))
+        if numbers is None:
+            host = np.arange(-1, self._experts + 1)
+            host[-1] = np.iinfo(np.int64).max
+            numbers = tensors.kept(tensors.on_device)(host, choices.device)
+            self._kept["experts", choices.device] = numbers
+        return Copies.of(choices, weights, numbers)
+
+    def splits(self, x: Any, copies: Copies) -> tuple[Splits, Any]:
+        """Tell all ranks of `copies` of rows like those of `x`; also what has been made of these.
+
+        That is for `spread`.
+        """
+        info, stream, made = describe(x), tensors.current_stream(x), []
+
+        def gather() -> None:
+            with tensors.on_stream(stream):
+                made.append(x.index_select(0, copies.rows))
+
+        found = _made(
+            self._channel, lambda: self._rows.routed(info, copies.words, faults_of, gather), x
+        )
         sends, receives = found.sent.sum(1).tolist(), found.table.sum(1).tolist()
-        return Splits(sends, receives, range(len(sends)), found.table, found.on_device)
+        return Splits(sends, receives, range(len(sends)), found.table), made[0]
 
-    def by_expert(self, splits: Splits) -> Order | None:
-        """The order by expert, and of one by rank, of rows that arrive; None if they are in it."""
-        ranks, each = splits.table.shape
-        arrival = list(splits.arrival)
-        if ranks == 1 or (each == 1 and arrival == sorted(arrival)):
-            return None
-        device = splits.on_device.device
-        if device not in self._places:
-            # Only once: a copy from the host would have it wait for the rows that are in flight.
-            places = np.add.outer(arrival, np.arange(each) * ranks).reshape(-1)
-            self._places[device] = torch.from_numpy(places).to(device)
-        sizes, rows = splits.on_device.reshape(-1), int(splits.table.sum())
-        return Order.of_blocks(self._places[device], sizes, rows)
+    def arranged(self, splits: Splits, device: torch.device) -> Arranged:
+        """What is known of the rows that arrive."""
+        table, arrival = splits.table, np.array(splits.arrival)
+        ranks, each = table.shape
+        counts = table.sum(0)
+        if ranks == 1 or (each == 1 and (np.diff(arrival) > 0).all()):
+            return Arranged(tensors.on_device(counts, device), None)
+        # Blocks of rows, (rank, expert) as they arrive and (expert, rank) as they are wanted.
+        ranked = np.argsort(arrival)
+        wanted = table[ranked].T
+        begins, places = _begins(table), np.empty_like(table)
+        places[ranked] = _begins(wanted).T
+        forth = (begins - places)[ranked].T
+        pieces = [counts, *(v.reshape(-1) for v in (forth, wanted, places - begins, table))]
+        # One copy, for which nobody waits.
+        on_device = tensors.on_device(np.concatenate(pieces), device)
+        counted, *blocks = on_device.split([each, *[ranks * each] * 4])
+        rows = int(counts.sum())
+        numbers = self.numbers(rows, device)
+        index, inverse = (
+            torch.repeat_interleave(shift, sizes, output_size=rows).add_(numbers)
+            for shift, sizes in (blocks[:2], blocks[2:])
+        )
+        return Arranged(counted, Order(index, inverse))
 
-    def spread(self, x: Any, copies: Copies, splits: Splits) -> Any:
-        """Send the copies of rows of `x`; returns those that arrive."""
-        return self.move(x.index_select(0, copies.rows), splits)
+    def inverse(self, index: Any) -> Any:
+        """The permutation that undoes `index`."""
+        return torch.empty_like(index).scatter_(
+            0, index, self.numbers(index.shape[0], index.device)
+        )
 
-    def move(self, x: Any, splits: Splits, *, back: bool = False) -> Any:
+    def numbers(self, count: int, device: torch.device) -> Any:
+        """Numbers from 0 to `count` - 1, int64."""
+        known = self._kept.get(("numbers", device))
+        if known is None or known.shape[0] < count:
+            most = 1 << max(count - 1, 1).bit_length()
+            known = tensors.kept(torch.arange)(most, device=device)
+            self._kept["numbers", device] = known
+        return known[:count]
+
+    def spread(
+        self, x: Any, copies: Copies, splits: Splits, made: Any, meanwhile: Callable[[], None]
+    ) -> Any:
+        """Send the copies of rows of `x`; returns those that arrive.
+
+        `made` is what `splits` has given; `meanwhile` is called when they are on their way.
+        """
+        return self.move(made, splits, meanwhile=meanwhile)
+
+    def move(
+        self,
+        x: Any,
+        splits: Splits,
+        *,
+        back: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Any:
         """Send copies, by expert; returns those that arrive. `back`: the other way."""
         leave, come = splits.sends, splits.receives
         if back:
             leave, come = come, leave
         out = x.new_empty((sum(come), *x.shape[1:]))
-        self._channel.run(out, lambda: self._rows.move(x, out, leave, come)).wait()
+        options = {"meanwhile": meanwhile, "stream": tensors.current_stream(x)}
+        options["purpose"] = "back" if back else "there"
+        self._channel.run_here(out, lambda: self._rows.move(x, out, leave, come, **options))
         return out
 
 
@@ -188,7 +283,7 @@ class NodeRows(Rows):
     def __init__(self, channel: Channel, experts: int, faults: Sequence[str]) -> None:
         comm: NodeCommunicator = channel.comm
         self._channel, self._comm, self._faults = channel, comm, faults
-        self._places = {}
+        self._kept, self._experts = {}, experts
         call = Call(comm.rank, "RowExchange", 0, "", comm.name)
         with running.noted(call), call.stage("agree"):
             agree(call, comm.gather_plain, f"{experts} bins of rows")
@@ -199,25 +294,24 @@ class NodeRows(Rows):
         self._far = RowExchange(comm.between, nodes * (1 + ranks * self._each), None)
         self._near = RowExchange(comm.within, ranks * nodes * (1 + self._each), None)
 
-    def splits(self, x: Any, copies: Copies, fault: Any) -> Splits:
-        """As `Rows.splits`."""
-        info, device = describe(x.detach()), copies.counts.device
+    def splits(self, x: Any, copies: Copies) -> tuple[Splits, Any]:
+        """As `Rows.splits`; nothing has been made."""
+        info, device = describe(x), x.device
         nodes, ranks, each = *self._shape, self._each
         # Numbers of no expert are told of as a fault.
         node_of = (copies.choices // (ranks * each)).clamp(0, nodes - 1)
         all_nodes = torch.arange(nodes, device=device)
         goes = (node_of.unsqueeze(-1) == all_nodes).any(1)
         words = torch.cat([goes.sum(0).unsqueeze(1), copies.counts.view(nodes, -1)], 1)
-        far, near = _made(
-            self._channel, lambda: self._told(info, words.reshape(-1), fault), copies.counts
-        )
+        fault = copies.fault
+        far, near = _made(self._channel, lambda: self._told(info, words.reshape(-1), fault), x)
 
         distinct_leaving, distinct_coming = far.sent[:, 0].tolist(), far.table[:, 0].tolist()
         upto = goes.T.reshape(-1).cumsum(0)
         wanted = torch.arange(1, sum(distinct_leaving) + 1, device=device)
         distinct = torch.searchsorted(upto, wanted) % max(goes.shape[0], 1)
         place = (goes.cumsum(0) - 1).view(-1)
-        node_of_copy = node_of.view(-1).index_select(0, copies.order.index)
+        node_of_copy = node_of.view(-1).index_select(0, copies.index)
         places = place.index_select(0, copies.rows * nodes + node_of_copy).int()
 
         sent = far.sent[:, 1:].reshape(nodes, ranks, each)
@@ -239,21 +333,24 @@ class NodeRows(Rows):
             distinct_coming=distinct_coming,
         )
         table = near.table.reshape(ranks, nodes, 1 + each)[:, :, 1:]
-        return Splits(
+        found = Splits(
             sends=sent.sum(2).reshape(-1).tolist(),
             receives=table.sum(2).T.reshape(-1).tolist(),
             arrival=np.arange(nodes * ranks).reshape(nodes, ranks).T.reshape(-1).tolist(),
             table=table.reshape(-1, each),
-            on_device=near.on_device.reshape(ranks, nodes, 1 + each)[:, :, 1:].reshape(-1, each),
             grid=self.grid,
             passing=passing,
             local=table.sum((1, 2)).tolist(),
         )
+        return found, None
 
-    def spread(self, x: Any, copies: Copies, splits: Splits) -> Any:
+    def spread(
+        self, x: Any, copies: Copies, splits: Splits, made: Any, meanwhile: Callable[[], None]
+    ) -> Any:
         """As `Rows.spread`."""
         if copies.choices.shape[1] == 1:
-            return super().spread(x, copies, splits)
+            return self.move(x.index_select(0, copies.rows), splits, meanwhile=meanwhile)
+        meanwhile()
         way: Passing = splits.passing
         rows = x.index_select(0, way.distinct)
         out = x.new_empty((sum(splits.receives), *x.shape[1:]))
@@ -270,11 +367,20 @@ class NodeRows(Rows):
                 index = index.index_select(0, way.order.index)
                 self._inward(steps, came.index_select(0, index), out, splits)
 
-        self._channel.run(out, call).wait()
+        self._channel.run_here(out, call)
         return out
 
-    def move(self, x: Any, splits: Splits, *, back: bool = False) -> Any:
+    def move(
+        self,
+        x: Any,
+        splits: Splits,
+        *,
+        back: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Any:
         """As `Rows.move`."""
+        if meanwhile is not None:
+            meanwhile()
         way: Passing = splits.passing
         out = x.new_empty((sum(splits.sends if back else splits.receives), *x.shape[1:]))
 
@@ -294,7 +400,7 @@ class NodeRows(Rows):
                 here = here.index_select(0, way.order.inverse)
                 self._far.move(here, out, way.coming, way.leaving)
 
-        self._channel.run(out, home if back else forth).wait()
+        self._channel.run_here(out, home if back else forth)
         return out
 
     def _inward(self, steps: Steps, x: Any, out: Any, splits: Splits) -> None:
@@ -346,5 +452,11 @@ def rows_of(channel: Channel, experts: int, faults: Sequence[str]) -> Rows:
 def _made(channel: Channel, call: Any, like: Any) -> Any:
     """What `call()` returns, made on the stream of `channel`, behind what has made `like`."""
     found: list[Any] = []
-    channel.run(like, lambda: found.append(call())).wait()
+    channel.run_here(like, lambda: found.append(call()))
     return found[0]
+
+
+def _begins(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where blocks of `sizes` begin that lie one behind the other."""
+    flat = sizes.reshape(-1)
+    return (np.cumsum(flat) - flat).reshape(sizes.shape)

@@ -31,7 +31,7 @@ Source: Mixtral of Experts (2024), section 2.1, for the layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -307,21 +307,26 @@ class ExpertParallel(AllToAll):
             ValueError: If shapes or devices do not fit.
         """
         _check_routing(x, routing)
-        copies = Copies.of(routing.experts, self.experts)
-        infinite = ~torch.isfinite(routing.weights.detach()).all()
-        splits = self._there.splits(x, copies, copies.strange.long() + 2 * infinite.long())
-        rows = _Copied.apply(x, self._there, self._back, copies, splits)
-        grouped = self._there.by_expert(splits)
-        if grouped is not None:
-            rows = _Permuted.apply(rows, *grouped)
+        copies = self._there.copies(*routing)
+        splits, made = self._there.splits(x.detach(), copies)
+        found: list[Any] = []
+
+        def arrange() -> None:
+            arranged = self._there.arranged(splits, x.device)
+            found.extend((arranged, self._there.inverse(copies.index)))
+
+        rows = _Copied.apply(x, self._there, self._back, copies, splits, made, arrange, found)
+        arranged, inverse = found
+        if arranged.by_expert is not None:
+            rows = _Permuted.apply(rows, *arranged.by_expert)
         return Dispatched(
             rows,
             splits.table.sum(0).tolist(),
-            splits.on_device.sum(0),
+            arranged.counts,
             routing,
             splits,
-            copies.order,
-            grouped,
+            Order(copies.index, inverse),
+            arranged.by_expert,
         )
 
     def combine(self, y: Any, dispatched: Dispatched) -> Any:
@@ -548,11 +553,22 @@ class _Copied(torch.autograd.Function):  # type: ignore[misc]
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Any, there: Rows, back: Rows, copies: Copies, splits: Splits) -> Any:
-        ctx.save_for_backward(copies.order.inverse)
+    def forward(
+        ctx: Any,
+        x: Any,
+        there: Rows,
+        back: Rows,
+        copies: Copies,
+        splits: Splits,
+        made: Any,
+        arrange: Callable[[], None],
+        arranged: list[Any],
+    ) -> Any:
+        found = there.spread(x.detach(), copies, splits, made, arrange)
+        ctx.save_for_backward(arranged[1])
         ctx.top_k = copies.choices.shape[1]
         ctx.back, ctx.splits = back, splits
-        return there.spread(x.detach(), copies, splits)
+        return found
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -560,7 +576,7 @@ class _Copied(torch.autograd.Function):  # type: ignore[misc]
         (inverse,) = ctx.saved_tensors
         found = ctx.back.move(gradient.contiguous(), ctx.splits, back=True)
         copies = found.index_select(0, inverse).unflatten(0, (-1, ctx.top_k))
-        return copies.sum(1), None, None, None, None
+        return copies.sum(1), *[None] * 7
 
 
 def _check_routing(x: Any, routing: Routing) -> None:
