@@ -60,16 +60,17 @@ class MessageViews:
     @functools.cached_property
     @tensors.kept
     def places(self) -> Any:
-        """Numbers of words, on the device, shape (messages,): the first of each prefix.
+        """Numbers of words, on the device: the first of each prefix, of messages with elements.
 
-        Without prefixes those that say what a dynamic part needs, of all messages; where there is
-        none, any word.
+        Without prefixes twice those that say what a dynamic part needs, of all messages; where
+        there is none, any word.
         """
         if self._prefix:
             found = [(self._starts[i] - self._prefix) // _WORD for i in self.some]
         else:
             rows = zip(self.plans, self._starts, strict=True)
-            found = [(at + plan.header.nbytes) // _WORD + _NEED for plan, at in rows]
+            needs = [(at + plan.header.nbytes) // _WORD + _NEED for plan, at in rows]
+            found = [place for place in needs for _ in range(2)]
         return tensors.on_device(np.array(found, np.int64), tensors.device_of(self.memory))
 
     @functools.cached_property

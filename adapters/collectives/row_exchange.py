@@ -176,6 +176,11 @@ class RowExchange:
         if any(faults):
             raise call.failure("counts", faults_told(found, self._comm.name, self._faults))
 
+    @property
+    def own_apart(self) -> bool:
+        """Whether calls leave a rank's own rows out of what the network moves, unless `plain`."""
+        return self._size > 1 and self._session.paths.codes
+
     def move(
         self,
         x: Any,
@@ -186,6 +191,7 @@ class RowExchange:
         plain: bool = False,
         purpose: str = "",
         meanwhile: Callable[[], None] | None = None,
+        own: Callable[[], None] | None = None,
         stream: Any = None,
     ) -> None:
         """Send rows to ranks and receive theirs, as many as ranks have told each other.
@@ -201,6 +207,7 @@ class RowExchange:
             plain: Rows go as they are, whatever the codec.
             purpose: What calls have in common whose data are alike.
             meanwhile: Called when rows are on their way.
+            own: Called then in place of a copy of this rank's own rows, if they are `own_apart`.
             stream: Where on a GPU runs what does not wait for the network: that which has made
                 ``x``. None: the current one.
 
@@ -230,12 +237,15 @@ class RowExchange:
                 besides()
                 return
             parts, outs = split(flat, leaving), split(result, coming)
-            own, to = parts[rank], outs[rank]
-            parts[rank], outs[rank] = own[:0], to[:0]
+            mine, to = parts[rank], outs[rank]
+            parts[rank], outs[rank] = mine[:0], to[:0]
 
             def at_once() -> None:
                 with tensors.on_stream(stream):
-                    tensors.put(to, own)
+                    if own is None:
+                        tensors.put(to, mine)
+                    else:
+                        own()
                     besides()
 
             self._messages.exchange(call, parts, outs, info, purpose, at_once)

@@ -156,12 +156,14 @@ class RowMessages:
         meanwhile: Callable[[], None],
     ) -> None:
         """Messages with dynamic parts, up to what has been learnt; then what exceeds that."""
+        import torch
+
         n = self._size
         with call.stage("sizes"):
             both = send.words.new_empty((2, n, 2))
             theirs, mine = both
             # A need, and the same with the digest, by which damage and other calls are known.
-            mine.copy_(send.words.index_select(0, send.places).view(n, 1).expand(n, 2))
+            torch.index_select(send.words, 0, send.places, out=mine.view(-1))
             mine.add_(self._mask(mine), alpha=digest)
             self._transport.all_to_all(tensors.as_bytes(theirs), tensors.as_bytes(mine))
             self._told = arriving = tensors.PendingHostCopy(both, self._told)

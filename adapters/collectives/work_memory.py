@@ -16,6 +16,8 @@ from .message_views import MessageViews
 _INT64 = BY_NAME["int64"]
 #: Layouts that are kept: a model has so many sizes of buckets.
 _KEPT = 256
+#: Memory of messages is made in multiples of its size in so many bits less one.
+_STEPS = 4
 
 
 class WorkMemory:
@@ -87,7 +89,10 @@ class WorkMemory:
             if found is None:
                 if len(self._layouts) >= _KEPT:
                     self._layouts.clear()
-                memory = self.scratch(name, MessageViews.nbytes_of(plans, prefix), like)
+                nbytes = MessageViews.nbytes_of(plans, prefix)
+                # Sizes differ from call to call: not each that is a little larger takes new memory.
+                unit = 1 << max(0, nbytes.bit_length() - _STEPS)
+                memory = self.scratch(name, -(-nbytes // unit) * unit, like)
                 found = self._layouts[key] = MessageViews(list(plans), memory, prefix)
             self.hold(name, found)
             return found

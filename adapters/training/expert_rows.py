@@ -7,6 +7,8 @@ once, with a number for each of its copies.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -44,6 +46,48 @@ class Order(NamedTuple):
         inverse = torch.empty_like(index)
         inverse[index] = torch.arange(rows, device=index.device)
         return cls(index, inverse)
+
+
+class Blocks(NamedTuple):
+    """Blocks of rows, one behind the other, in two orders: as they arrive, and by expert.
+
+    Attributes:
+        sizes: Rows of each as they arrive.
+        by_expert: Rows of each by expert.
+        places: The place by expert of each as they arrive.
+        own: Numbers of those that arrive from this rank itself.
+    """
+
+    sizes: list[int]
+    by_expert: list[int]
+    places: list[int]
+    own: range
+
+    def ordered(self, x: Any) -> Any:
+        """`x`, rows as they arrive, by expert."""
+        found = list(x.split(self.sizes))
+        for place, piece in zip(self.places, tuple(found), strict=True):
+            found[place] = piece
+        return torch.cat(found)
+
+    def undone(self, x: Any) -> Any:
+        """`x`, rows by expert, as they arrive."""
+        pieces = x.split(self.by_expert)
+        return torch.cat([pieces[place] for place in self.places])
+
+    def put(self, x: Any, by_expert: Any, *, own: bool, back: bool = False) -> None:
+        """Copy `x`, rows as they arrive, to their places in `by_expert`; `back`: from there.
+
+        These are the rows of this rank itself alone, or those of all others.
+        """
+        numbers = [k for k in range(len(self.sizes)) if (k in self.own) == own]
+        places = by_expert.split(self.by_expert)
+        pieces = x.split([self.sizes[k] for k in numbers])
+        rows = [(p, places[self.places[k]]) for p, k in zip(pieces, numbers, strict=True)]
+        rows = [pair for pair in rows if pair[0].shape[0]]
+        if rows:
+            source, to = zip(*rows, strict=True)
+            torch._foreach_copy_(*((source, to) if back else (to, source)))
 
 
 class Copies(NamedTuple):
@@ -133,33 +177,21 @@ class Splits(NamedTuple):
     Attributes:
         sends: Rows for each rank.
         receives: Rows from each rank.
-        arrival: Ranks in the order in which rows arrive.
-        table: In this order rows for each expert of this rank: int64, shape (ranks, experts).
+        table: Rows from each rank, in the order in which they arrive, for each expert of this
+            rank: int64, shape (ranks, experts).
         grid: Nodes and the ranks of each, None without nodes.
+        blocks: Those that arrive, None if they arrive by expert.
         passing: What passes through this rank, None without nodes.
         local: Of the rows that arrive, those from each rank of this node; empty without nodes.
     """
 
     sends: list[int]
     receives: list[int]
-    arrival: Sequence[int]
     table: Any
+    blocks: Blocks | None = None
     grid: tuple[int, int] | None = None
     passing: Any = None
     local: Sequence[int] = ()
-
-
-class Arranged(NamedTuple):
-    """What a rank knows of rows before they arrive, on their device.
-
-    Attributes:
-        counts: Rows for each of its experts: int64, shape (experts,).
-        by_expert: Their order by expert, and of one by rank, of those that arrive; None if they
-            arrive in it.
-    """
-
-    counts: Any
-    by_expert: Order | None
 
 
 class Rows:
@@ -180,7 +212,7 @@ class Rows:
         self._channel = channel
         self._rows = RowExchange(channel.comm, experts, faults)
         self._kept: dict[tuple[str, torch.device], Any] = {}
-        self._experts = experts
+        self._rank, self._experts = channel.comm.rank, experts
 
     def copies(self, choices: Any, weights: Any) -> Copies:
         """The copies of rows that are to go to the experts `choices`, with these weights."""
@@ -207,32 +239,8 @@ class Rows:
             self._channel, lambda: self._rows.routed(info, copies.words, faults_of, gather), x
         )
         sends, receives = found.sent.sum(1).tolist(), found.table.sum(1).tolist()
-        return Splits(sends, receives, range(len(sends)), found.table), made[0]
-
-    def arranged(self, splits: Splits, device: torch.device) -> Arranged:
-        """What is known of the rows that arrive."""
-        table, arrival = splits.table, np.array(splits.arrival)
-        ranks, each = table.shape
-        counts = table.sum(0)
-        if ranks == 1 or (each == 1 and (np.diff(arrival) > 0).all()):
-            return Arranged(tensors.on_device(counts, device), None)
-        # Blocks of rows, (rank, expert) as they arrive and (expert, rank) as they are wanted.
-        ranked = np.argsort(arrival)
-        wanted = table[ranked].T
-        begins, places = _begins(table), np.empty_like(table)
-        places[ranked] = _begins(wanted).T
-        forth = (begins - places)[ranked].T
-        pieces = [counts, *(v.reshape(-1) for v in (forth, wanted, places - begins, table))]
-        # One copy, for which nobody waits.
-        on_device = tensors.on_device(np.concatenate(pieces), device)
-        counted, *blocks = on_device.split([each, *[ranks * each] * 4])
-        rows = int(counts.sum())
-        numbers = self.numbers(rows, device)
-        index, inverse = (
-            torch.repeat_interleave(shift, sizes, output_size=rows).add_(numbers)
-            for shift, sizes in (blocks[:2], blocks[2:])
-        )
-        return Arranged(counted, Order(index, inverse))
+        blocks = _blocks(found.table, range(len(sends)), self._rank)
+        return Splits(sends, receives, found.table, blocks), made[0]
 
     def inverse(self, index: Any) -> Any:
         """The permutation that undoes `index`."""
@@ -252,7 +260,7 @@ class Rows:
     def spread(
         self, x: Any, copies: Copies, splits: Splits, made: Any, meanwhile: Callable[[], None]
     ) -> Any:
-        """Send the copies of rows of `x`; returns those that arrive.
+        """Send the copies of rows of `x`; returns those that arrive, by expert.
 
         `made` is what `splits` has given; `meanwhile` is called when they are on their way.
         """
@@ -266,15 +274,46 @@ class Rows:
         back: bool = False,
         meanwhile: Callable[[], None] | None = None,
     ) -> Any:
-        """Send copies, by expert; returns those that arrive. `back`: the other way."""
-        leave, come = splits.sends, splits.receives
+        """Send copies, by expert; returns those that arrive, by expert. `back`: the other way."""
+        leave, come, blocks = splits.sends, splits.receives, splits.blocks
         if back:
             leave, come = come, leave
-        out = x.new_empty((sum(come), *x.shape[1:]))
-        options = {"meanwhile": meanwhile, "stream": tensors.current_stream(x)}
-        options["purpose"] = "back" if back else "there"
-        self._channel.run_here(out, lambda: self._rows.move(x, out, leave, come, **options))
+        elsewhere = x.shape[1:]
+        moving = functools.partial(self._move, back=back, meanwhile=meanwhile)
+        if blocks is None or not self._rows.own_apart:
+            x = blocks.undone(x) if blocks is not None and back else x
+            out = x.new_empty((sum(come), *elsewhere))
+            moving(x, out, leave, come)
+            return blocks.ordered(out) if blocks is not None and not back else out
+        # What a rank has for itself is copied while the others' rows are on their way.
+        rank, own_rows = self._rank, leave[self._rank]
+        alone = [0 if i == rank else n for i, n in enumerate(splits.receives)]
+        begin = sum(splits.sends[:rank])
+        others = x.new_empty((sum(alone), *elsewhere))
+        out = x.new_empty((sum(come), *elsewhere))
+        copies, by_expert = (out, x) if back else (x, out)
+        own = copies[begin : begin + own_rows]
+        put_own = functools.partial(blocks.put, own, by_expert, own=True, back=back)
+        if back:
+            blocks.put(others, x, own=False, back=True)
+            moving(others, out, alone, come, own=put_own)
+        else:
+            moving(x, others, leave, alone, own=put_own)
+            blocks.put(others, out, own=False)
         return out
+
+    def _move(
+        self,
+        x: Any,
+        out: Any,
+        leave: Sequence[int],
+        come: Sequence[int],
+        back: bool,
+        **options: Any,
+    ) -> None:
+        """Move rows on the stream of the channel."""
+        options |= {"stream": tensors.current_stream(x), "purpose": "back" if back else "there"}
+        self._channel.run_here(out, lambda: self._rows.move(x, out, leave, come, **options))
 
 
 class NodeRows(Rows):
@@ -283,7 +322,7 @@ class NodeRows(Rows):
     def __init__(self, channel: Channel, experts: int, faults: Sequence[str]) -> None:
         comm: NodeCommunicator = channel.comm
         self._channel, self._comm, self._faults = channel, comm, faults
-        self._kept, self._experts = {}, experts
+        self._kept, self._rank, self._experts = {}, comm.rank, experts
         call = Call(comm.rank, "RowExchange", 0, "", comm.name)
         with running.noted(call), call.stage("agree"):
             agree(call, comm.gather_plain, f"{experts} bins of rows")
@@ -333,11 +372,13 @@ class NodeRows(Rows):
             distinct_coming=distinct_coming,
         )
         table = near.table.reshape(ranks, nodes, 1 + each)[:, :, 1:]
+        arrival = np.arange(nodes * ranks).reshape(nodes, ranks).T.reshape(-1).tolist()
+        by_rank = table.reshape(-1, each)
         found = Splits(
             sends=sent.sum(2).reshape(-1).tolist(),
             receives=table.sum(2).T.reshape(-1).tolist(),
-            arrival=np.arange(nodes * ranks).reshape(nodes, ranks).T.reshape(-1).tolist(),
-            table=table.reshape(-1, each),
+            table=by_rank,
+            blocks=_blocks(by_rank, arrival, self._rank),
             grid=self.grid,
             passing=passing,
             local=table.sum((1, 2)).tolist(),
@@ -368,7 +409,7 @@ class NodeRows(Rows):
                 self._inward(steps, came.index_select(0, index), out, splits)
 
         self._channel.run_here(out, call)
-        return out
+        return out if splits.blocks is None else splits.blocks.ordered(out)
 
     def move(
         self,
@@ -381,7 +422,8 @@ class NodeRows(Rows):
         """As `Rows.move`."""
         if meanwhile is not None:
             meanwhile()
-        way: Passing = splits.passing
+        way, blocks = splits.passing, splits.blocks
+        x = blocks.undone(x) if back and blocks is not None else x
         out = x.new_empty((sum(splits.sends if back else splits.receives), *x.shape[1:]))
 
         def forth() -> None:
@@ -401,7 +443,7 @@ class NodeRows(Rows):
                 self._far.move(here, out, way.coming, way.leaving)
 
         self._channel.run_here(out, home if back else forth)
-        return out
+        return out if back or blocks is None else blocks.ordered(out)
 
     def _inward(self, steps: Steps, x: Any, out: Any, splits: Splits) -> None:
         """Send copies that have come, by rank, to these ranks of this node."""
@@ -456,7 +498,19 @@ def _made(channel: Channel, call: Any, like: Any) -> Any:
     return found[0]
 
 
-def _begins(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where blocks of `sizes` begin that lie one behind the other."""
-    flat = sizes.reshape(-1)
-    return (np.cumsum(flat) - flat).reshape(sizes.shape)
+def _blocks(table: npt.NDArray[np.int64], arrival: Sequence[int], rank: int) -> Blocks | None:
+    """The blocks of rows for each expert from ranks in the order of their `arrival`."""
+    ranks, each = table.shape
+    if ranks == 1 or (each == 1 and all(a < b for a, b in itertools.pairwise(arrival))):
+        return None
+    numbers = np.arange(ranks * each).reshape(each, ranks)
+    places = numbers.T[list(arrival)]
+    wanted = np.empty(ranks * each, np.int64)
+    wanted[places] = table
+    own = list(arrival).index(rank) * each
+    return Blocks(
+        table.reshape(-1).tolist(),
+        wanted.tolist(),
+        places.reshape(-1).tolist(),
+        range(own, own + each),
+    )

@@ -40,6 +40,7 @@ from torch.autograd.function import once_differentiable
 
 from ...codec import Codec
 from ...planning import integer
+from ..collectives import tensors
 from ..collectives.calls import TraceRecord
 from ..collectives.nodes import AnyCommunicator
 from .expert_rows import Copies, Order, Rows, Splits, rows_of
@@ -96,7 +97,6 @@ class Dispatched(NamedTuple):
         routing: What this rank's tokens were sent by.
         splits: How many rows have gone which way.
         sent_order: Copies of tokens, in the order of their experts.
-        received_order: ``rows``, of the rows as they arrived; None if they are the same.
     """
 
     rows: Any
@@ -105,7 +105,6 @@ class Dispatched(NamedTuple):
     routing: Routing
     splits: Splits
     sent_order: Order
-    received_order: Order | None
 
     @property
     def sends(self) -> list[int]:
@@ -309,24 +308,20 @@ class ExpertParallel(AllToAll):
         _check_routing(x, routing)
         copies = self._there.copies(*routing)
         splits, made = self._there.splits(x.detach(), copies)
-        found: list[Any] = []
+        known: list[Any] = []
 
-        def arrange() -> None:
-            arranged = self._there.arranged(splits, x.device)
-            found.extend((arranged, self._there.inverse(copies.index)))
+        def know() -> None:
+            known.append(tensors.on_device(splits.table.sum(0), x.device))
+            known.append(self._there.inverse(copies.index))
 
-        rows = _Copied.apply(x, self._there, self._back, copies, splits, made, arrange, found)
-        arranged, inverse = found
-        if arranged.by_expert is not None:
-            rows = _Permuted.apply(rows, *arranged.by_expert)
+        rows = _Copied.apply(x, self._there, self._back, copies, splits, made, know, known)
         return Dispatched(
             rows,
             splits.table.sum(0).tolist(),
-            arranged.counts,
+            known[0],
             routing,
             splits,
-            Order(copies.index, inverse),
-            arranged.by_expert,
+            Order(copies.index, known[1]),
         )
 
     def combine(self, y: Any, dispatched: Dispatched) -> Any:
@@ -363,9 +358,6 @@ class ExpertParallel(AllToAll):
                 f"y does not depend on the rows dispatched to {self._here}, which need a gradient; "
                 "needed: results that are computed from them, also of experts without tokens"
             )
-        if dispatched.received_order is not None:
-            index, inverse = dispatched.received_order
-            y = _Permuted.apply(y, inverse, index)
         there, back, splits = self._there, self._back, dispatched.splits
         y = Collective.apply(
             y,
@@ -548,6 +540,9 @@ class _Permuted(torch.autograd.Function):  # type: ignore[misc]
 class _Copied(torch.autograd.Function):  # type: ignore[misc]
     """The copies that arrive of those of `x` that `there` sends; gradients come by `back`.
 
+    `made` is what is known of them, and `know` adds to `known`, its second the inverse of their
+    order.
+
     The gradient of a row is the sum over its copies, in the order of their experts' ranks among
     the `top_k`: the same bits every time.
     """
@@ -561,11 +556,11 @@ class _Copied(torch.autograd.Function):  # type: ignore[misc]
         copies: Copies,
         splits: Splits,
         made: Any,
-        arrange: Callable[[], None],
-        arranged: list[Any],
+        know: Callable[[], None],
+        known: list[Any],
     ) -> Any:
-        found = there.spread(x.detach(), copies, splits, made, arrange)
-        ctx.save_for_backward(arranged[1])
+        found = there.spread(x.detach(), copies, splits, made, know)
+        ctx.save_for_backward(known[1])
         ctx.top_k = copies.choices.shape[1]
         ctx.back, ctx.splits = back, splits
         return found
