@@ -32,6 +32,7 @@ Source: Mixtral of Experts (2024), section 2.1, for the layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ...codec import Codec
-from ...planning import integer
+from ...planning import device_many, integer
 from ..collectives import tensors
 from ..collectives.calls import TraceRecord
 from ..collectives.nodes import AnyCommunicator
@@ -327,7 +328,8 @@ class ExpertParallel(AllToAll):
     def combine(self, y: Any, dispatched: Dispatched) -> Any:
         """Send the results of experts back, and add up those of each token by its weights.
 
-        Sums are made by PyTorch, of results and weights in the dtype of ``y``.
+        Sums are of results and weights in the dtype of ``y``: in float32 and rounded once by a
+        kernel, where there is one, else by PyTorch.
 
         Args:
             y: The results for ``dispatched.rows``, in that order: shape ``(rows, width)``. They are
@@ -364,10 +366,7 @@ class ExpertParallel(AllToAll):
             lambda y: there.move(y.detach().contiguous(), splits, back=True),
             lambda gradient: back.move(gradient.contiguous(), splits),
         )
-        index, inverse = dispatched.sent_order
-        weights = dispatched.routing.weights.to(y.dtype)
-        results = _Permuted.apply(y, inverse, index).view(*weights.shape, y.shape[1])
-        return torch.bmm(weights.unsqueeze(1), results).squeeze(1)
+        return summed(y, dispatched.routing.weights, dispatched.sent_order)
 
 
 class MixtureOfExperts(torch.nn.Module):  # type: ignore[misc]
@@ -506,6 +505,34 @@ def connect_all_to_all(
     return found
 
 
+def summed(y: Any, weights: Any, order: Order) -> Any:
+    """The sum over the copies of each token of their results, by weights.
+
+    Args:
+        y: Results of copies in the order of their experts, shape ``(tokens * top_k, width)``.
+        weights: Shape ``(tokens, top_k)``.
+        order: That of the copies.
+
+    Returns:
+        Shape ``(tokens, width)``, with gradients to ``y`` and ``weights``.
+    """
+    weights = weights.to(y.dtype)
+    kernels = _kernels_for(y)
+    if kernels is not None:
+        return _Summed.apply(y, weights, order.inverse, kernels)
+    results = _Permuted.apply(y, order.inverse, order.index).view(*weights.shape, y.shape[1])
+    return torch.bmm(weights.unsqueeze(1), results).squeeze(1)
+
+
+def _kernels_for(y: Any) -> Any:
+    """The module of kernels that add up rows such as those of `y`, or None."""
+    if not y.is_cuda or not isinstance(device_many(), ModuleType):
+        return None
+    from ...codecs.common import weighted_triton
+
+    return weighted_triton if y.dtype in weighted_triton.DTYPES else None
+
+
 class _Filled(torch.autograd.Function):  # type: ignore[misc]
     """`output`, which `fill(x, output)` has filled; the gradient of `x` is `backward` of its."""
 
@@ -520,6 +547,25 @@ class _Filled(torch.autograd.Function):  # type: ignore[misc]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Any) -> Any:
         return None, ctx.of_gradient(gradient), None, None
+
+
+class _Summed(torch.autograd.Function):  # type: ignore[misc]
+    """Rows `places` of `y`, each of which is taken once, added up by `weights` in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Any, weights: Any, places: Any, kernels: Any) -> Any:
+        y, weights = y.contiguous(), weights.contiguous()
+        ctx.save_for_backward(y, weights, places)
+        ctx.kernels = kernels
+        with torch.cuda.device_of(y):
+            return kernels.weighted_sum(y, weights, places)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Any) -> Any:
+        with torch.cuda.device_of(gradient):
+            found = ctx.kernels.weighted_sum_back(gradient.contiguous(), *ctx.saved_tensors)
+        return *found, None, None
 
 
 class _Permuted(torch.autograd.Function):  # type: ignore[misc]

@@ -519,6 +519,24 @@ def test_kernels_give_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(rows, x[[0, 2, 0, 2, 1, 3, 1, 3]])
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_kernels_add_up_results(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch does, forward and backward."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled for the GPU here")
+    from tightwire.codecs.common import weighted_triton
+
+    def task(transport: ThreadTransport) -> list[Any]:
+        return trained(parallel_of(transport, 6), torch.float32, top_k)
+
+    wanted = run_ranks(2, task)
+    monkeypatch.setattr(moe, "_kernels_for", lambda y: weighted_triton)
+    for mine, theirs in zip(run_ranks(2, task), wanted, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("codec", ["zipccl", "mx"])
 def test_as_many_launches_for_any_number_of_ranks(
     codec: str, monkeypatch: pytest.MonkeyPatch
