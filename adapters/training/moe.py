@@ -616,6 +616,10 @@ class _Copied(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, gradient: Any) -> Any:
         (inverse,) = ctx.saved_tensors
         found = ctx.back.move(gradient.contiguous(), ctx.splits, back=True)
+        kernels = _kernels_for(found) if found.dim() == 2 else None
+        if kernels is not None:
+            with torch.cuda.device_of(found):
+                return kernels.weighted_sum(found, None, inverse, ctx.top_k), *[None] * 7
         copies = found.index_select(0, inverse).unflatten(0, (-1, ctx.top_k))
         return copies.sum(1), *[None] * 7
 

@@ -31,6 +31,7 @@ def _sum_kernel(
     KIND: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):
     """A block of a sum of rows of `units * UNIT` elements. `starts_ptr`: numbers of its rows."""
     width = units * UNIT
@@ -46,8 +47,10 @@ def _sum_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for k in range(top_k):
         row = tl.load(numbers_ptr + k)
-        factor = tl.load(factors_ptr + k).to(tl.float32)
-        total += factor * tl.load(from_ptr + row * width + at, mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(from_ptr + row * width + at, mask=mask, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            values *= tl.load(factors_ptr + k).to(tl.float32)
+        total += values
     tl.store(to_ptr + number * width + at, total.to(KIND), mask=mask)
 
 
@@ -83,25 +86,30 @@ def _back_kernel(
     tl.store(factors_ptr.to(tl.pointer_type(KIND)) + pid, tl.sum(total, 0).to(KIND))
 
 
-def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def weighted_sum(
+    rows: torch.Tensor, weights: torch.Tensor | None, places: torch.Tensor, top_k: int = 1
+) -> torch.Tensor:
     """Add up rows by their weights.
 
     Args:
         rows: The table, contiguous, shape (n, width), of a dtype of `DTYPES`.
-        weights: Contiguous, of its dtype, shape (sums, top_k).
+        weights: Contiguous, of its dtype, shape (sums, top_k). None: each is 1.
         places: Numbers of the rows of each sum: int64, contiguous, shape (sums * top_k,).
+        top_k: Rows of each sum, if there are no weights.
 
     Returns:
         The sums, shape (sums, width).
     """
-    count, top_k = weights.shape
-    width = rows.shape[1]
+    top_k = top_k if weights is None else weights.shape[1]
+    count, width = places.shape[0] // top_k, rows.shape[1]
     out = rows.new_empty(count, width)
     programs = count * -(-width // _BLOCK)
     if programs:
-        tensors = (*map(_bytes, (out, rows, weights)), places)
+        factors = rows if weights is None else weights
+        tensors = (*map(_bytes, (out, rows, factors)), places)
         unit = _unit(width)
-        _variant(_sum_kernel, rows.dtype, unit).launch(programs, tensors, width // unit, top_k)
+        variant = _variant(_sum_kernel, rows.dtype, unit, WEIGHTED=weights is not None)
+        variant.launch(programs, tensors, width // unit, top_k)
     return out
 
 
@@ -123,7 +131,7 @@ def weighted_sum_back(
     if weights.numel():
         tensors = (*map(_bytes, (out, factors, gradient, rows, weights)), places)
         width = rows.shape[1]
-        variant = _variant(_back_kernel, rows.dtype, _unit(width), weights.shape[1])
+        variant = _variant(_back_kernel, rows.dtype, _unit(width), top_k=weights.shape[1])
         variant.launch(weights.numel(), tensors, width // _unit(width))
     return out, factors
 
@@ -138,6 +146,5 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _variant(fn, dtype: torch.dtype, unit: int, top_k: int | None = None) -> Variant:
-    values = {"KIND": DTYPES[dtype], "UNIT": unit, "BLOCK": _BLOCK}
-    return Variant(fn, options(8), **values, **({} if top_k is None else {"top_k": top_k}))
+def _variant(fn, dtype: torch.dtype, unit: int, **more: int) -> Variant:
+    return Variant(fn, options(8), KIND=DTYPES[dtype], UNIT=unit, BLOCK=_BLOCK, **more)

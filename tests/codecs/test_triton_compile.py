@@ -395,6 +395,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     fill_triton.fill_if(table, 1, torch.zeros(16, dtype=torch.bfloat16), 0.0)
     rows, weights = torch.zeros(4, 32).bfloat16(), torch.zeros(2, 2).bfloat16()
     weighted_triton.weighted_sum(rows, weights, table[:4])
+    weighted_triton.weighted_sum(rows, None, table[:4], 2)
     weighted_triton.weighted_sum_back(rows[:2], rows, weights, table[:4])
     return sorted({*kernels.values(), *formats}), sorted(specialised), list(forms.values())
 

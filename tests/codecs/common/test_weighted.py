@@ -45,6 +45,12 @@ def test_they_are_those_of_pytorch(place: str, shape: tuple[int, int, int], dtyp
     )
 
 
+def test_sums_without_weights(place: str) -> None:
+    rows, weights, places, _ = case(place, torch.float32, (7, 3, 40))
+    found = weighted_sum(rows, None, places, 3)
+    assert torch.equal(found, weighted_sum(rows, torch.ones_like(weights), places))
+
+
 def test_rows_that_are_not_at_multiples_of_16_bytes(place: str) -> None:
     rows, weights, places, _ = case(place, torch.float32, (4, 2, 32))
     moved = torch.cat([rows.new_zeros(1), rows.reshape(-1)])[1:].view_as(rows)
