@@ -19,12 +19,12 @@ To try it, run ``torchrun --nproc-per-node 2 example.py`` with::
     dist.destroy_process_group()
 
 Every rank has as many experts, and tokens of its own. Of a token that goes to several experts each
-gets a copy. No capacity is set: all tokens arrive, and the wire has no padding.
+gets a copy. No capacity is set: all tokens arrive, and rows are not padded.
 
 What the host waits for: in ``dispatch`` for the numbers of rows, which other ranks tell (with
-``node=`` twice: between nodes, then within); with a lossless codec in each exchange for the sizes
-that encoding made, while the rest is in flight. With a lossy codec ``combine`` and both backward
-exchanges only queue work.
+``node=`` twice: between nodes, then within); with a lossless codec in each exchange for what
+messages need, while they are in flight. With a lossy codec ``combine`` and both backward exchanges
+only queue work.
 
 Source: Mixtral of Experts (2024), section 2.1, for the layer.
 """
