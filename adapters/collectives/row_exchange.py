@@ -153,7 +153,7 @@ class RowExchange:
             theirs = mine.new_empty((n, *mine.shape))
             with call.stage("counts"):
                 self._transport.all_gather(tensors.as_bytes(theirs), tensors.as_bytes(mine))
-                self._arriving = tensors.kept(tensors.PendingHostCopy)(theirs, self._arriving)
+                self._arriving = tensors.PendingHostCopy(theirs, self._arriving)
                 meanwhile()
                 told = np.array(self._arriving.wait(self._transport.timeout))
             sent_plain(call, 8 * mine.numel() * (n - 1))

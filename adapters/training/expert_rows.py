@@ -97,7 +97,6 @@ class Copies(NamedTuple):
         choices: Numbers of experts, int64, shape (rows, top_k).
         index: Copies by expert, shape (rows * top_k,): copy `row * top_k + which` is of that
             choice.
-        rows: The row of each copy, by expert.
         words: What ranks tell each other, int64, shape (2, experts + 3), of which the second row is
             free: how many copies are for experts before number 0, 1, and so on to `experts`, how
             many there are, and the sum of their weights, as float64.
@@ -105,13 +104,11 @@ class Copies(NamedTuple):
 
     choices: Any
     index: Any
-    rows: Any
     words: Any
 
     @classmethod
     def of(cls, choices: Any, weights: Any, numbers: Any) -> Copies:
         """The copies for experts, of which `numbers` are -1 and so on, and the largest int64."""
-        top_k = choices.shape[1]
         ranked, index = choices.reshape(-1).sort(stable=True)
         words = numbers.new_empty(2, numbers.shape[0] + 1)
         torch.searchsorted(ranked, numbers, right=True, out=words[0, :-1])
@@ -120,7 +117,13 @@ class Copies(NamedTuple):
             # Others cannot add up to infinity.
             weights = weights * 0
         torch.sum(weights, (0, 1), dtype=torch.float64, out=words.view(torch.float64)[0, -1])
-        return cls(choices, index, index if top_k == 1 else index // top_k, words)
+        return cls(choices, index, words)
+
+    @property
+    def rows(self) -> Any:
+        """The row of each copy, by expert."""
+        top_k = self.choices.shape[1]
+        return self.index if top_k == 1 else self.index // top_k
 
     @property
     def counts(self) -> Any:
@@ -402,7 +405,8 @@ class NodeRows(Rows):
                 places = way.places.new_empty(sum(way.coming))
                 self._far.move(way.places, places, way.leaving, way.coming, plain=True)
                 came = x.new_empty((sum(way.distinct_coming), *x.shape[1:]))
-                self._far.move(rows, came, way.distinct_leaving, way.distinct_coming)
+                there = way.distinct_leaving, way.distinct_coming
+                self._far.move(rows, came, *there, purpose="rows")
                 # Nothing guards what goes as it is: damage must not read other memory.
                 index = (places + way.first_row).clamp_(0, max(came.shape[0] - 1, 0))
                 index = index.index_select(0, way.order.index)
@@ -430,7 +434,7 @@ class NodeRows(Rows):
             with self._comm.call("all_to_all") as steps:
                 here = x.new_empty((sum(way.coming), *x.shape[1:]))
                 steps.at(self._comm.between)
-                self._far.move(x, here, way.leaving, way.coming)
+                self._far.move(x, here, way.leaving, way.coming, purpose="there")
                 self._inward(steps, here.index_select(0, way.order.index), out, splits)
 
         def home() -> None:
@@ -440,7 +444,7 @@ class NodeRows(Rows):
                 self._near.move(x, here, splits.local, way.inward, plain=True)
                 steps.at(self._comm.between, last=True)
                 here = here.index_select(0, way.order.inverse)
-                self._far.move(here, out, way.coming, way.leaving)
+                self._far.move(here, out, way.coming, way.leaving, purpose="back")
 
         self._channel.run_here(out, home if back else forth)
         return out if back or blocks is None else blocks.ordered(out)
