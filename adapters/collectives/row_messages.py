@@ -191,7 +191,8 @@ class RowMessages:
         """Dynamic bytes of messages from each rank, and to it."""
         with call.stage("sizes"):
             told = np.array(arriving.wait(self._transport.timeout))
-        strange = [i for i in receive.some if told[0, i, 1] - told[0, i, 0] != digest]
+        wrong = (told[0, :, 1] - told[0, :, 0] != digest).tolist()
+        strange = [i for i in receive.some if wrong[i]]
         if strange:
             raise call.failure("sizes", f"ranks {strange} {_OTHER_CALL}; here: {call.text}")
         came, needs = told[:, :, 0].tolist()

@@ -92,7 +92,11 @@ class WorkMemory:
                 nbytes = MessageViews.nbytes_of(plans, prefix)
                 # Sizes differ from call to call: not each that is a little larger takes new memory.
                 unit = 1 << max(0, nbytes.bit_length() - _STEPS)
+                before = self._memories.get(key[:2])
                 memory = self.scratch(name, -(-nbytes // unit) * unit, like)
+                if memory is not before:
+                    # Bytes between parts are sent, too.
+                    memory[:] = 0
                 found = self._layouts[key] = MessageViews(list(plans), memory, prefix)
             self.hold(name, found)
             return found
