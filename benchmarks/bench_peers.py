@@ -5,8 +5,10 @@
 
 and with NCCL_P2P_DISABLE=1 for 25 GB/s, where only the network is used. Rows are appended to
 results/prepared.jsonl as they are measured; what the file has is not measured again without
---again. --codecs, --routes, --sizes, --collectives and --seconds make a run shorter. With --threads
-2, and without torchrun, the ranks are threads on the CPU, and their transport takes NCCL's part.
+--again. --codecs, --routes, --sizes, --collectives and --seconds make a run shorter. --checksum off
+measures messages without checksums, and --checksum on off both; they have rows of their own. With
+--threads 2, and without torchrun, the ranks are threads on the CPU, and their transport takes
+NCCL's part.
 
 Tensors are bfloat16 N(0, 0.02), of so many KiB on each rank before the call. A time is the median
 of whole calls of the slowest rank, from a barrier until the device has finished; the host's is the
@@ -108,11 +110,13 @@ class Case(NamedTuple):
     codec: str
     route: str
     kib: int
+    checksum: bool = True
 
     @property
     def key(self) -> str:
         """Its key in the record."""
-        return f"{self.collective}, {self.codec}, {self.route}, {self.kib} KiB"
+        text = f"{self.collective}, {self.codec}, {self.route}, {self.kib} KiB"
+        return text if self.checksum else f"{text}, checksum off"
 
 
 class Call(NamedTuple):
@@ -270,7 +274,8 @@ def measure(place: Place, case: Case) -> dict[str, Any]:
     x = tensor(place, case)
     wanted = expected(place, case, x)
     memory = place.peers if case.route == "peers" else None
-    calls = PreparedCalls(place.transport, case.codec, peers=memory, depth=DEPTH)
+    options: dict[str, Any] = {"checksum": case.checksum, "depth": DEPTH}
+    calls = PreparedCalls(place.transport, case.codec, peers=memory, **options)
     ours, theirs = prepared(calls, case, x), native(place, case, x)
     for _ in range(DEPTH):
         ours.out.fill_(float("nan"))
@@ -321,12 +326,13 @@ def run(place: Place, options: argparse.Namespace) -> None:
     if place.peers is None and ranks.rank == 0:
         print("no peer memory here", flush=True)
     cases = [
-        Case(collective, codec, route, kib)
+        Case(collective, codec, route, kib, checksum == "on")
         for codec in options.codecs
         for route in options.routes
         if place.peers is not None or route != "peers"
         for kib in options.sizes
         for collective in options.collectives
+        for checksum in options.checksum
     ]
     jobs = {case.key: Job(functools.partial(measure, place, case)) for case in cases}
     common = facts(ranks.device, ranks.world)
@@ -434,6 +440,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES)
     parser.add_argument("--routes", nargs="+", choices=ROUTES, default=ROUTES)
     parser.add_argument("--sizes", nargs="+", type=int, default=KIB, help="KiB of a rank")
+    checksums = {"nargs": "+", "choices": ("on", "off"), "default": ["on"]}
+    parser.add_argument("--checksum", **checksums, help="of messages")
     parser.add_argument("--seconds", type=float, default=1e9, help="of all cases; others are left")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds of a case")
     parser.add_argument("--again", action="store_true", help="measure what the file has, too")

@@ -242,8 +242,16 @@ class NetworkRoute:
         """See ``Route``."""
         me, ranks = self._transport.rank, self._transport.world_size
         sent, to = self._part(ranks * nbytes, like, phase, "to")
+        mine = _rows(sent, nbytes)
+        if ranks == 2 and self._transport.pairs_gather:
+            both, of = self._part(2 * nbytes, like, phase, "both")
+
+            def gather() -> None:
+                self._transport.all_gather(both, mine[1 - me])
+
+            return Messages(mine, _rows(both, nbytes), gather, memory=sent, blocks=(to, of))
         received, of = self._part((ranks - 1) * nbytes, like, phase, "from")
-        mine, others = _rows(sent, nbytes), iter(_rows(received, nbytes))
+        others = iter(_rows(received, nbytes))
         # What a rank has for itself stays where it is.
         every = [mine[me] if i == me else next(others) for i in range(ranks)]
         xs, outs = ([[] if i == me else [r] for i, r in enumerate(rows)] for rows in (mine, every))

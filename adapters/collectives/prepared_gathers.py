@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import tensors
@@ -37,15 +37,16 @@ class _Gathering(Prepared):
         Decoding out of peers' memory waits for links: copies run at the same time.
         """
 
-        def copy() -> None:
+        def copy(put: Callable[[Any, Any], None]) -> None:
             for to, x in pairs:
-                tensors.put(to, x)
+                put(to, x)
 
         if not pairs or self._calls.route.by_network or call.events is not None:
-            copy()
+            copy(tensors.put)
             yield
             return
-        copied = self._calls.queue(self._like, copy, beside=True)
+        put = _resident_copy if tensors.is_cuda(self._like) else tensors.put
+        copied = self._calls.queue(self._like, lambda: copy(put), beside=True)
         try:
             yield
         finally:
@@ -246,3 +247,10 @@ class Broadcast(Prepared):
             call.raw_bytes += sends * sum(part.nbytes for part in self._parts) // self._ranks
 
         return self._run(body, Again(lambda: lambda _: self._exactly(x)))
+
+
+def _resident_copy(to: Any, x: Any) -> None:
+    # Triton is there: decoding out of peers' memory needs it.
+    from .resident_copy_triton import resident_copy
+
+    resident_copy(to, x)

@@ -53,6 +53,8 @@ class Work:
         self._again: Callable[[bool], Any] | None = again
         #: Whether the call was made once more, as a message did not fit.
         self.repeated = False
+        #: Whether all messages are known to fit. Then the call is never made once more.
+        self.certain = False
         #: By exchange and part, the most dynamic bytes that a message needed, when that is known.
         self.needs: list[int] = []
         self._error: CollectiveError | None = None
@@ -64,12 +66,23 @@ class Work:
     @property
     def may_change(self) -> bool:
         """Whether ``wait`` may have to make the call once more."""
-        return self._owner is not None and self._owner.may_change
+        return not self.certain and self._owner is not None and self._owner.may_change
 
     @property
     def judged(self) -> bool:
         """Whether it has been waited for."""
         return self._owner is None
+
+    def has_room_for(self, earlier: Work) -> bool:
+        """Whether messages of an earlier call of the same data are known to fit into this one's.
+
+        Args:
+            earlier: The work of that call.
+        """
+        if self._slot is None or not earlier.judged or earlier.repeated or earlier._error:
+            return False
+        needs, capacities = earlier.needs, self._slot.capacities
+        return len(needs) == len(capacities) and all(map(int.__le__, needs, capacities))
 
     def done(self) -> bool:
         """True if ``wait`` would not wait for the device."""

@@ -607,8 +607,12 @@ def compress(
             ``"exact"`` the option ``algorithm="auto"`` does so, unless there are nodes, error
             feedback or weight differences. With a route for prepared calls the only other arguments
             are ``gradients``, ``wire``, ``codec``, ``checksum``, ``seed``, with ``"auto"``
-            ``measurements``, which is as in ``Communicator``, and ``keep_nbytes``: bytes of memory
-            for encoded shards. Over the network, a shard that has not changed since the last gather
+            ``measurements``, which is as in ``Communicator``, ``ahead`` and ``keep_nbytes``.
+            ``ahead`` is how many modules FSDP gathers ahead in forward, once two forwards in a row
+            have had the same order, by ``set_modules_to_forward_prefetch``, unless you have called
+            that; FSDP holds the parameters of so many modules more. None: 2 with ``"network"``,
+            where the host waits for gathers, and 0 else. ``keep_nbytes`` is bytes of memory for
+            encoded shards. Over the network, a shard that has not changed since the last gather
             is not encoded again, if there is memory for it. None: 256 MiB on the host, where shards
             are compared with copies, and 0, which keeps nothing, on a GPU. There nothing is
             compared: what forward has sent is sent again by the
@@ -629,7 +633,7 @@ def compress(
             given with a lossless codec or another topology than two-shot; for arguments that
             exclude each other.
     """
-    check_route(route, options, ("keep_nbytes",))
+    check_route(route, options, ("keep_nbytes", "ahead"))
     given = (error_feedback, parameter_feedback, scaling, node, within)
     if route != "exact":
         if given != (None,) * 5 or weight_differences or topology != "two-shot":
@@ -714,7 +718,8 @@ def _compress_prepared(
     """`compress` by prepared calls."""
     if wire is not None:
         as_dtype(wire)
-    gathers = PreparedGather(route, keep_nbytes=options.pop("keep_nbytes", None), **options)
+    own = {name: options.pop(name, None) for name in ("keep_nbytes", "ahead")}
+    gathers = PreparedGather(route, **own, **options)
     codec = options.get("codec", "zipccl") if gradients is None else gradients
     check_gradients(as_codec(codec))
     scatters = PreparedScatter(route, wire, gathers=gathers, **options | {"codec": codec})

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,12 +17,16 @@ from ...planning import integer
 from ..collectives.kept_messages import Budget, KeptMessage
 from ..collectives.prepared_work import Work
 from ..errors import CollectiveError
+from .gathering_ahead import GatheringAhead
 from .leaving import ModuleHooks, param_groups
 from .prepared_hooks import EndOfBackward, Pending, PreparedHook, Route
-from .shard_state import shard_state
+from .shard_state import ShardState, shard_state
 
 #: Bytes of encoded shards that are kept on the host, unless the user says how many.
 _KEEP_NBYTES = 256 << 20
+#: Modules that are gathered ahead over a network, unless the user says how many. FSDP holds the
+#: parameters of so many modules more.
+_AHEAD = 2
 #: Reduce-scatters whose terms are kept until they are known to be right. FSDP keeps as many.
 _LATE = 2
 
@@ -50,20 +56,35 @@ class PreparedGather(PreparedHook):
     Args:
         route: How bytes travel.
         keep_nbytes: As in ``fsdp.compress``.
+        ahead: As there.
         **options: Arguments of ``PreparedCalls``.
 
     Raises:
-        TypeError: If ``keep_nbytes`` is not an integer.
+        TypeError: If ``keep_nbytes`` or ``ahead`` is not an integer.
         ValueError: If it is negative.
     """
 
     purpose = "FSDP: PreparedGather"
 
-    def __init__(self, route: Route, *, keep_nbytes: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        route: Route,
+        *,
+        keep_nbytes: int | None = None,
+        ahead: int | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(route, **options)
-        if keep_nbytes is not None and integer("keep_nbytes", keep_nbytes) < 0:
-            raise ValueError(f"keep_nbytes is {keep_nbytes}; allowed: at least 0, or None")
+        for name, value in (("keep_nbytes", keep_nbytes), ("ahead", ahead)):
+            if value is not None and integer(name, value) < 0:
+                raise ValueError(f"{name} is {value}; allowed: at least 0, or None")
         self._keep_nbytes = keep_nbytes
+        if ahead is None:
+            ahead = _AHEAD if route == "network" else 0
+        #: By process group.
+        self._ahead: dict[Any, GatheringAhead] = collections.defaultdict(
+            functools.partial(GatheringAhead, ahead)
+        )
         self._budget: Budget | None = None
         self._kept: list[KeptMessage] = []
         self._made = Pending()
@@ -89,7 +110,7 @@ class PreparedGather(PreparedHook):
         Args:
             device: Where the module is.
         """
-        compares = device.type == "cpu"
+        compares = known_at_once(device)
         nbytes = self._keep_nbytes
         if nbytes is None:
             nbytes = _KEEP_NBYTES if compares else 0
@@ -108,11 +129,13 @@ class PreparedGather(PreparedHook):
             module: The FSDP module.
         """
         with self._lock:
-            self._repeats(group, module)
+            self._ahead[group].note(module, self._repeats(group, module))
 
     def close(self) -> None:
         """See ``PreparedHook``."""
         super().close()
+        for ahead in self._ahead.values():
+            ahead.end()
         for kept in self._kept:
             kept.free()
 
@@ -185,10 +208,21 @@ class PreparedGather(PreparedHook):
             if native_is_faster:
                 return native()
             work = gather(input_tensor, output_tensor, kept)
+            if hook is not None:
+                hook.note(work)
             self._count(work)
             self._made.append(work)
             self._made.take_done()
         return GatherWork(work)
+
+
+def known_at_once(device: torch.device) -> bool:
+    """Whether nobody has to wait for what was decoded on a device.
+
+    Args:
+        device: The device.
+    """
+    return bool(device.type == "cpu")
 
 
 class _Gather:
@@ -201,6 +235,9 @@ class _Gather:
         self._asked = False
         #: From a gather outside of backward to the first one in backward: see ``shard_state``.
         self._span = 0
+        #: What is gathered now, and the last gather outside of backward, with what it gathered.
+        self._state: ShardState | None = None
+        self._forward: tuple[ShardState, Work] | None = None
         #: PyTorch's own communication, and what leaves with this hook; with the route "auto".
         self.own: Any = None
         self.together: ModuleHooks | None = None
@@ -228,14 +265,32 @@ class _Gather:
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward:
             self._hook.begin(group, self._module)
-        if self._kept is not None and not self._kept.compares:
-            self._span += not in_backward
-            self._kept.state = shard_state(param_groups(self._module), self._span)
+        self._span += not in_backward
+        by_state = self._kept is not None and not self._kept.compares
+        if by_state or not known_at_once(input_tensor.device):
+            self._state = shard_state(param_groups(self._module), self._span)
+        if self._kept is not None:
+            self._kept.state = self._state
         try:
             return self._hook.gather(output_tensor, input_tensor, group, self._kept, self)
         finally:
             # Nobody knows what a later backward follows.
             self._span += in_backward
+
+    def note(self, work: Work) -> None:
+        """Note a gather by this hook.
+
+        What backward gathers has fitted in forward, if it has not changed since: it is not waited
+        for.
+
+        Args:
+            work: Its work.
+        """
+        state, forward = self._state, self._forward
+        if torch._C._current_graph_task_id() == -1:
+            self._forward = None if state is None else (state, work)
+        elif state is not None and forward is not None and forward[0] == state:
+            work.certain = work.has_room_for(forward[1])
 
 
 class PreparedScatter(PreparedHook):

@@ -94,6 +94,11 @@ class Transport(Protocol):
             uint8, shape ``(nbytes,)``.
         """
 
+    @property
+    def pairs_gather(self) -> bool:
+        """Whether two ranks swap large messages faster by an all-gather of both."""
+        return False
+
     def all_gather(self, out: Any, x: Any) -> None:
         """Gather the arrays of all ranks.
 

@@ -85,6 +85,11 @@ class Nccl(Transport):
         """See ``Transport``; a tensor."""
         return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{self._device}")
 
+    @property
+    def pairs_gather(self) -> bool:
+        """See ``TorchDist``."""
+        return True
+
     def all_gather(self, out: Any, x: Any) -> None:
         """See ``Transport``."""
         if not x.shape[0]:

@@ -458,6 +458,11 @@ class TorchDist(Transport):
     # The methods of the group itself, and not the functions of torch.distributed: these are renamed
     # (all_gather_into_tensor), and take global ranks.
 
+    @property
+    def pairs_gather(self) -> bool:
+        """See ``Transport``: NCCL gathers at 25 GB/s what it sends and receives at 19 to 23."""
+        return bool(self._device.type != "cpu")
+
     @_names_silent_ranks
     def all_gather(self, out: Any, x: Any) -> None:
         """See ``Transport``."""

@@ -156,7 +156,11 @@ def test_what_does_not_fit_is_sent_again(
     case: str, who: tuple[int, ...], when: tuple[int, ...]
 ) -> None:
     """Whoever's data do not compress, and in whatever calls, the bits are those without limits."""
-    world, n = 3, 6000
+    sent_again(case, who, when, world=3)
+
+
+def sent_again(case: str, who: tuple[int, ...], when: tuple[int, ...], world: int) -> None:
+    n = 6000
 
     def task(calls: PreparedCalls) -> list[Any]:
         call = prepare(calls, case, tensor(0, n))
@@ -168,9 +172,23 @@ def test_what_does_not_fit_is_sent_again(
             outs.append(out)
         return outs
 
-    small, large = run(world, "network", task, pieces="pieces" in case), run(world, "peers", task)
+    pieces = "pieces" in case
+    small, large = (run(world, route, task, pieces=pieces) for route in ("network", "peers"))
     for found, wanted in zip(small, large, strict=True):
         assert all(same(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
+def test_two_ranks_may_swap_by_a_gather(
+    case: str, who: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ThreadTransport, "pairs_gather", True)
+    if case != "broadcast":
+        monkeypatch.setattr(ThreadTransport, "all_to_all_v", None)
+    sent_again(case, who, (1, 2), world=2)
+    test_all_to_all("network", 2)
+    test_reduce_scatter("network", 2, 0.25)
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -59,6 +59,36 @@ def test_calls_are_recorded_and_shown(bench: Any, tmp_path: Path) -> None:
     assert "| nvfp4, network | not measured |" in shown
 
 
+def test_messages_without_checksums_have_rows_of_their_own(bench: Any, tmp_path: Path) -> None:
+    record = tmp_path / "prepared.jsonl"
+    words = ["--threads", "2", "--out", str(record), "--sizes", "64", "--codecs", "zipccl"]
+    words += ["--collectives", "all_gather", "--routes", "peers"]
+    bench.main(words)
+    with_checksums = rows(record)
+    bench.main([*words, "--checksum", "off"])
+    found = rows(record)
+    keys = [f"all_gather, zipccl, peers, 64 KiB{end}" for end in ("", ", checksum off")]
+    assert list(found) == ["run", *keys]
+    assert found[keys[0]] == with_checksums[keys[0]], "it stays"
+    assert [found[key]["checksum"] for key in keys] == [True, False]
+    report = importlib.import_module("prepared_report")
+    assert report.write_page(tmp_path)
+    lines = (tmp_path / "prepared.md").read_text().splitlines()
+    speedups = [f"{found[key]['speedup']:.2f}; -;" for key in keys]
+    shown = [line for line in lines if line.startswith("| zipccl, peers")]
+    # Of other collectives nothing without checksums is shown.
+    assert len(shown) == len(bench.COLLECTIVES) + 1
+    assert shown[0].startswith(f"| zipccl, peers | {speedups[0]}")
+    assert shown[1].startswith(f"| zipccl, peers, checksum off | {speedups[1]}")
+    before = record.read_text()
+    bench.main([*words, "--checksum", "on", "off"])
+    after = record.read_text().removeprefix(before).splitlines()
+    assert [json.loads(line)["key"] for line in after] == ["run"], "results are kept"
+    target = report.Target("nvlink", "all_gather", "zipccl", "peers", 64, 1e9, 1e9)
+    for key in keys:
+        assert report._measured(target, found[key]) == f"{found[key]['speedup']:.2f}, not met"
+
+
 def test_wrong_results_have_no_times(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -291,6 +291,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     from triton.runtime.jit import JITFunction, mangle_type
 
     from tightwire import sparsify_triton
+    from tightwire.adapters.collectives import resident_copy_triton
     from tightwire.codecs import (
         delta_batch_triton,
         delta_digest_triton,
@@ -319,6 +320,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     others |= {"zipccl_batch": zipccl_batch_triton, "zipccl_sums": zipccl_sums_triton}
     others["delta_batch"], others["fill"] = delta_batch_triton, fill_triton
     others["weighted"] = weighted_triton
+    others["resident_copy"] = resident_copy_triton
     modules = others | {name: device_module(name) for name in tw.list_codecs()}
     kernels = {
         id(value): f"{stem}.{name}"
@@ -397,6 +399,8 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     weighted_triton.weighted_sum(rows, weights, table[:4])
     weighted_triton.weighted_sum(rows, None, table[:4], 2)
     weighted_triton.weighted_sum_back(rows[:2], rows, weights, table[:4])
+    data = torch.zeros(2, resident_copy_triton.LEAST_NBYTES, dtype=torch.uint8)
+    resident_copy_triton.resident_copy(data[0], data[1])
     return sorted({*kernels.values(), *formats}), sorted(specialised), list(forms.values())
 
 
