@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 9 benchmarks/bench_moe.py
 
-and with NCCL_P2P_DISABLE=1 for 25 GB/s. Over NCCL where there are GPUs, else over gloo on the CPU;
-options give other sizes. Rows are appended to results/moe.jsonl as forms are measured; what the
+and with NCCL_P2P_DISABLE=1 for 25 GB/s, which leaves out the forms that read peers' memory. Over
+NCCL where there are GPUs, else over gloo on the CPU; options give other sizes. Rows are appended to results/moe.jsonl as forms are measured; what the
 file has is not measured again without --again.
 
 Experts return their rows, so that what is timed is what the layer does besides: tokens are sorted
@@ -24,6 +24,7 @@ by vNMSE, before they are timed.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -48,8 +49,10 @@ CODECS: dict[str, tuple[str | None, str | None]] = {
     "mx": ("mx", "mx"),
     "zipccl, mx": ("zipccl", "mx"),
 }
+#: Codecs of forms that read peers' memory.
+PEERS = {"zipccl, peers": "zipccl", "mx, peers": "mx"}
 PADDED, MOST, EXACT = "padded", "padded to the most", "exact, torch"
-FORMS = (PADDED, MOST, EXACT, *CODECS)
+FORMS = (PADDED, MOST, EXACT, *CODECS, *PEERS)
 #: Calls that compile and measure, before those that are timed.
 WARM = 3
 #: Largest vNMSE of a lossy form.
@@ -106,7 +109,9 @@ class Layer:
             others = int(self.counts.sum() - self.counts[self.rank])
             came = int(self._told(self.counts).sum()) - int(self.counts[self.rank])
             return Form(self._exact, self._counted((others + came) * self.row_nbytes))
-        parallel = moe.connect(self.experts, *CODECS[name], device=self.device)
+        codecs = CODECS[name] if name in CODECS else (PEERS[name], PEERS[name])
+        route: Any = "peers" if name in PEERS else "network"
+        parallel = moe.connect(self.experts, *codecs, device=self.device, route=route)
 
         def call(x: torch.Tensor) -> torch.Tensor:
             found = parallel.dispatch(x, self.routing)
@@ -185,14 +190,15 @@ def checked(layer: Layer, name: str, form: Form) -> dict[str, Any]:
     Raises:
         RuntimeError: If that is too far.
     """
-    native = CODECS.get(name, ("", ""))[0] in (None, "zipccl")
-    wanted = layer.wanted() if native else layer.form(EXACT).call(layer.x).detach()
+    codec = PEERS.get(name, CODECS.get(name, ("none", ""))[0])
+    lossless = codec in (None, "zipccl")
+    wanted = layer.wanted() if lossless else layer.form(EXACT).call(layer.x).detach()
     result = form.call(layer.x).detach()
     before = 0 if form.wire_bytes is None else form.wire_bytes()
     form.call(layer.x)
     after = 0 if form.wire_bytes is None else form.wire_bytes()
     error = tw.error(wanted, result).vnmse
-    if native or name not in CODECS:
+    if lossless or codec == "none":
         if not torch.equal(result.view(torch.int16), wanted.view(torch.int16)):
             raise RuntimeError("the result has other bits than the exact one")
     elif not error < BOUND:
@@ -267,7 +273,7 @@ def _options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
     parser.add_argument("--skew", type=float, default=0.5, help="of the last expert's logit")
     parser.add_argument("--backward", action="store_true", help="time the backward pass too")
-    parser.add_argument("--only", nargs="*", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--only", nargs="*", choices=FORMS)
     parser.add_argument("--calls", type=int, default=50)
     parser.add_argument("--each", type=float, default=10.0, help="seconds of a form's timed calls")
     parser.add_argument("--seconds", type=float, default=1e9, help="of all forms; others are left")
@@ -295,7 +301,9 @@ def main(words: list[str]) -> None:
     ranks = Ranks.processes(device, options.limit)
     record = Record(options.out, facts(device, layer.world), layer.rank == 0)
     limits = Limits(options.seconds, options.limit, options.again)
-    jobs = {f"moe, {name}, {size}": job(name) for name in options.only}
+    reads = device.type == "cuda" and os.environ.get("NCCL_P2P_DISABLE", "0") != "1"
+    only = options.only or [name for name in FORMS if reads or name not in PEERS]
+    jobs = {f"moe, {name}, {size}": job(name) for name in only}
     measure_all(ranks, record, jobs, limits, line, {"forms": FORMS})
     dist.destroy_process_group()
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ...arrays import ArrayInfo
 from ...formats.dtypes import BY_NAME
+from ..transports.peer import PeerMemory
 from . import running, tensors
 from .agreement import agree
 from .all_to_all_v import checksum_keys
@@ -25,6 +26,7 @@ from .communicator import ALONE, Communicator
 from .cost import Choice
 from .native import Native, sent_plain
 from .row_messages import RowMessages
+from .row_peers import PeerMessages
 from .steps import Steps
 
 _INT64 = BY_NAME["int64"]
@@ -45,12 +47,14 @@ class Counts(NamedTuple):
         on_device: The same on the device of the rows, where it is asked for; else None.
         faults: Bits of what is wrong on each rank; ``ANOTHER_CALL`` if what it tells is of another
             call.
+        pairs: Rows from each rank to each, where they are known.
     """
 
     sent: npt.NDArray[np.int64]
     table: npt.NDArray[np.int64]
     on_device: Any
     faults: list[int]
+    pairs: npt.NDArray[np.int64] | None = None
 
 
 class RowExchange:
@@ -63,19 +67,28 @@ class RowExchange:
         bins: Bins of all ranks, a multiple of their number: rank 0 has the first ones.
         faults: What the bits of a fault mean, from the lowest one on. None: nothing that ranks tell
             of is raised, their faults are returned.
+        peers: Memory that the ranks can read from one another, where what is encoded is read. None:
+            it goes through the transport.
 
     Raises:
         CollectiveError: On every rank, if the number of bins differs; by calls, if anything goes
             wrong on the wire.
     """
 
-    def __init__(self, comm: Communicator, bins: int, faults: Sequence[str] | None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        bins: int,
+        faults: Sequence[str] | None,
+        peers: PeerMemory | None = None,
+    ) -> None:
         self._comm = comm
         self._session = comm.session
         self._transport = comm.transport
         self._size = comm.world_size
         self._steps = Steps(self._session)
         self._messages = RowMessages(self._steps)
+        self._peers = None if peers is None else PeerMessages(self._steps, peers)
         self._native = Native(self._steps)
         self._each = bins // self._size
         self._faults = faults
@@ -84,9 +97,10 @@ class RowExchange:
         self._keys = checksum_keys(self._words - 1)
         self._keys_on: dict[Any, Any] = {}
         self._arriving: tensors.PendingHostCopy | None = None
+        where = "" if peers is None else ", out of peers' memory"
         call = Call(comm.rank, "RowExchange", 0, "", comm.name)
         with running.noted(call), call.stage("agree"):
-            agree(call, self._session.gather_plain, f"{bins} bins of rows")
+            agree(call, self._session.gather_plain, f"{bins} bins of rows{where}")
 
     def counts(self, info: ArrayInfo, counts: Any, fault: Any) -> Counts:
         """Tell every rank how many rows it will get; the host waits for their numbers.
@@ -164,7 +178,8 @@ class RowExchange:
         bins = np.diff(words[:, : n * self._each + 1])
         first = self._comm.rank * self._each
         table = bins[:, first : first + self._each]
-        return Counts(bins[self._comm.rank].reshape(n, -1), table, None, faults)
+        pairs = bins.reshape(n, n, self._each).sum(2)
+        return Counts(bins[self._comm.rank].reshape(n, -1), table, None, faults, pairs)
 
     def _judge(self, call: Call, row: ArrayInfo, faults: list[int]) -> None:
         """Raise what ranks have told of."""
@@ -193,6 +208,7 @@ class RowExchange:
         meanwhile: Callable[[], None] | None = None,
         own: Callable[[], None] | None = None,
         stream: Any = None,
+        pairs: Sequence[Sequence[int]] = (),
     ) -> None:
         """Send rows to ranks and receive theirs, as many as ranks have told each other.
 
@@ -210,6 +226,7 @@ class RowExchange:
             own: Called then in place of a copy of this rank's own rows, if they are `own_apart`.
             stream: Where on a GPU runs what does not wait for the network: that which has made
                 ``x``. None: the current one.
+            pairs: Rows from each rank to each, where there is peers' memory.
 
         Raises:
             CollectiveError: If anything goes wrong on the wire.
@@ -248,7 +265,11 @@ class RowExchange:
                         own()
                     besides()
 
-            self._messages.exchange(call, parts, outs, info, purpose, at_once)
+            if self._peers is not None:
+                sizes = [[k * width for k in row] for row in pairs]
+                self._peers.exchange(call, parts, outs, info, sizes, at_once)
+            else:
+                self._messages.exchange(call, parts, outs, info, purpose, at_once)
 
     def _keys_for(self, like: Any) -> Any:
         """Factors of the checksum, on the device of `like`."""

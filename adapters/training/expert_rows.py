@@ -29,6 +29,7 @@ from ..collectives.row_exchange import (
     faults_told,
     other_calls,
 )
+from ..transports.peer import PeerMemory
 from .hooks import Channel
 
 
@@ -184,6 +185,7 @@ class Splits(NamedTuple):
             rank: int64, shape (ranks, experts).
         grid: Nodes and the ranks of each, None without nodes.
         blocks: Those that arrive, None if they arrive by expert.
+        pairs: Rows from each rank to each, shape (ranks, ranks); None with nodes.
         passing: What passes through this rank, None without nodes.
         local: Of the rows that arrive, those from each rank of this node; empty without nodes.
     """
@@ -192,6 +194,7 @@ class Splits(NamedTuple):
     receives: list[int]
     table: Any
     blocks: Blocks | None = None
+    pairs: Any = None
     grid: tuple[int, int] | None = None
     passing: Any = None
     local: Sequence[int] = ()
@@ -204,6 +207,7 @@ class Rows:
         channel: Where calls are made.
         experts: Those of all ranks.
         faults: As in `RowExchange`.
+        peers: As there.
 
     Raises:
         CollectiveError: As `RowExchange`.
@@ -211,9 +215,15 @@ class Rows:
 
     grid: tuple[int, int] | None = None
 
-    def __init__(self, channel: Channel, experts: int, faults: Sequence[str]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        experts: int,
+        faults: Sequence[str],
+        peers: PeerMemory | None = None,
+    ) -> None:
         self._channel = channel
-        self._rows = RowExchange(channel.comm, experts, faults)
+        self._rows = RowExchange(channel.comm, experts, faults, peers)
         self._kept: dict[tuple[str, torch.device], Any] = {}
         self._rank, self._experts = channel.comm.rank, experts
 
@@ -243,7 +253,7 @@ class Rows:
         )
         sends, receives = found.sent.sum(1).tolist(), found.table.sum(1).tolist()
         blocks = _blocks(found.table, range(len(sends)), self._rank)
-        return Splits(sends, receives, found.table, blocks), made[0]
+        return Splits(sends, receives, found.table, blocks, found.pairs), made[0]
 
     def inverse(self, index: Any) -> Any:
         """The permutation that undoes `index`."""
@@ -282,7 +292,10 @@ class Rows:
         if back:
             leave, come = come, leave
         elsewhere = x.shape[1:]
-        moving = functools.partial(self._move, back=back, meanwhile=meanwhile)
+        options: dict[str, Any] = {"meanwhile": meanwhile, "stream": tensors.current_stream(x)}
+        options["purpose"] = "back" if back else "there"
+        options["pairs"] = (splits.pairs.T if back else splits.pairs).tolist()
+        moving: Callable[..., None] = functools.partial(self._move, **options)
         if blocks is None or not self._rows.own_apart:
             x = blocks.undone(x) if blocks is not None and back else x
             out = x.new_empty((sum(come), *elsewhere))
@@ -306,16 +319,9 @@ class Rows:
         return out
 
     def _move(
-        self,
-        x: Any,
-        out: Any,
-        leave: Sequence[int],
-        come: Sequence[int],
-        back: bool,
-        **options: Any,
+        self, x: Any, out: Any, leave: Sequence[int], come: Sequence[int], **options: Any
     ) -> None:
         """Move rows on the stream of the channel."""
-        options |= {"stream": tensors.current_stream(x), "purpose": "back" if back else "there"}
         self._channel.run_here(out, lambda: self._rows.move(x, out, leave, come, **options))
 
 
@@ -489,10 +495,15 @@ class NodeRows(Rows):
         return self._comm.between.world_size, self._comm.within.world_size
 
 
-def rows_of(channel: Channel, experts: int, faults: Sequence[str]) -> Rows:
-    """Exchanges of rows by the communicator of `channel`."""
-    kind = NodeRows if isinstance(channel.comm, NodeCommunicator) else Rows
-    return kind(channel, experts, faults)
+def rows_of(
+    channel: Channel, experts: int, faults: Sequence[str], peers: PeerMemory | None = None
+) -> Rows:
+    """Exchanges of rows by the communicator of `channel`; ValueError for `peers` with nodes."""
+    if not isinstance(channel.comm, NodeCommunicator):
+        return Rows(channel, experts, faults, peers)
+    if peers is not None:
+        raise ValueError("peers are given, the communicator is of nodes; allowed: one of them")
+    return NodeRows(channel, experts, faults)
 
 
 def _made(channel: Channel, call: Any, like: Any) -> Any:

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,8 +44,10 @@ from ...planning import device_many, integer
 from ..collectives import tensors
 from ..collectives.calls import TraceRecord
 from ..collectives.nodes import AnyCommunicator
+from ..transports.peer import PeerMemory
 from .expert_rows import Copies, Order, Rows, Splits, rows_of
 from .hooks import Channel, Closing, Collective, finished, two_communicators
+from .prepared_hooks import peers_of
 
 
 class Routing(NamedTuple):
@@ -258,15 +260,23 @@ class ExpertParallel(AllToAll):
             tokens go to the rank of this number in another node, and results come from there.
         backward: Communicator of their gradients, of the same ranks and nodes. None: the same one.
         experts: Experts of all ranks, a multiple of their number.
+        peers: Memory that the ranks can read from one another: what is encoded is read there, and
+            the communicators tell numbers of rows. None: they move all.
 
     Raises:
-        ValueError: If ranks of the communicators differ, or experts cannot be divided.
+        ValueError: If ranks of the communicators differ, experts cannot be divided, or peers are
+            given with nodes.
         CollectiveError: On each rank, if experts differ; by calls, if anything goes wrong on the
             wire.
     """
 
     def __init__(
-        self, forward: AnyCommunicator, backward: AnyCommunicator | None = None, *, experts: int
+        self,
+        forward: AnyCommunicator,
+        backward: AnyCommunicator | None = None,
+        *,
+        experts: int,
+        peers: PeerMemory | None = None,
     ) -> None:
         super().__init__(forward, backward)
         if integer("experts", experts) < 1 or experts % self.world_size:
@@ -274,9 +284,9 @@ class ExpertParallel(AllToAll):
                 f"experts is {experts}; allowed: multiples of {self.world_size}, the ranks"
             )
         self.experts = int(experts)
-        self._there = self._back = rows_of(self._forward, self.experts, _FAULTS)
+        self._there = self._back = rows_of(self._forward, self.experts, _FAULTS, peers)
         if self._backward is not self._forward:
-            self._back = rows_of(self._backward, self.experts, _FAULTS)
+            self._back = rows_of(self._backward, self.experts, _FAULTS, peers)
         if self._there.grid != self._back.grid:
             raise ValueError(
                 f"nodes and their ranks are {self._there.grid} forward, {self._back.grid} backward"
@@ -437,6 +447,7 @@ def connect(
     group: Any = None,
     device: Any = "cpu",
     node: int | None = None,
+    route: Literal["network", "peers", "auto"] = "network",
     **options: Any,
 ) -> ExpertParallel:
     """Make expert parallelism of the ranks of a process group.
@@ -453,6 +464,9 @@ def connect(
         node: Ranks of a node, whose numbers are consecutive: rows travel as they are within nodes,
             and encoded between nodes, a token once to all its experts of a node. Results and
             gradients of its copies travel each.
+        route: ``"network"`` sends messages; by ``"peers"`` the GPUs of a host read one another's
+            memory, not with ``node``; ``"auto"`` takes peers where it can, and not if
+            ``NCCL_P2P_DISABLE`` is set.
         **options: Arguments of ``Communicator``, for both directions, of nodes that between them.
 
     Returns:
@@ -462,9 +476,15 @@ def connect(
         TypeError: As ``Communicator``.
         ValueError: As ``Communicator`` and ``ExpertParallel``.
         CollectiveError: If ranks differ, or do not all call it within the timeout.
+        RuntimeError: If the ranks cannot read one another's memory by ``"peers"``.
     """
+    if route not in ("network", "peers", "auto") or (node is not None and route == "peers"):
+        raise ValueError(
+            f"route is {route!r}, node {node}; allowed: 'network', 'auto', 'peers' without node"
+        )
+    peers = peers_of(route, group, torch.device(device)) if node is None else None
     comms = two_communicators("moe.connect", forward, backward, group, device, options, node)
-    found = ExpertParallel(*comms, experts=experts)
+    found = ExpertParallel(*comms, experts=experts, peers=peers)
     found._group = dist.group.WORLD if group is None else group
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from expert_layers import trained  # noqa: E402
 from tightwire.adapters.collectives.row_exchange import RowExchange  # noqa: E402
 from tightwire.adapters.collectives.row_messages import Learnt  # noqa: E402
 from tightwire.adapters.training import moe  # noqa: E402
+from tightwire.adapters.transports.peer import connect_threads  # noqa: E402
 from tightwire.adapters.transports.threads import ThreadTransport, run_ranks  # noqa: E402
 
 WIDTH = 256
@@ -187,3 +189,90 @@ def test_capacities() -> None:
     for _ in range(16):
         learnt.learn(0, 1 << 16)
     assert learnt.capacity(1 << 20, 1 << 17) == 0
+
+
+# Out of peers' memory.
+
+
+@pytest.mark.parametrize("codec", ["zipccl", "mx"])
+def test_a_layer_out_of_peers_memory(codec: str) -> None:
+    """It has the bits of one over the network, and sends numbers of rows alone."""
+    ranks = 3
+    memory = connect_threads(ranks)
+
+    def task(transport: ThreadTransport) -> None:
+        plain = moe.ExpertParallel(tw.Communicator(transport, codec), experts=6)
+        wanted = trained(plain, torch.bfloat16, 2)
+        counting = Counting(transport)
+        comm = tw.Communicator(counting, codec)
+        parallel = moe.ExpertParallel(comm, experts=6, peers=memory[transport.rank])
+        for _ in range(2):
+            found = trained(parallel, torch.bfloat16, 2)
+            for a, b in zip(found, wanted, strict=True):
+                assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+        assert counting.calls == 0
+        assert 0 < parallel.wire_bytes < 0.85 * parallel.raw_bytes
+
+    run_ranks(ranks, task)
+
+
+def test_peers_memory_grows() -> None:
+    memory = connect_threads(2)
+    tables = [[[3, 5], [7, 1]], [[0, 0], [0, 0]], [[0, 300], [2, 0]], [[1, 0], [400, 9]]]
+
+    def task(transport: ThreadTransport) -> None:
+        peers = memory[transport.rank]
+        exchange = RowExchange(tw.Communicator(transport), 2, [], peers)
+        me = transport.rank
+        for table in tables * 3:
+            sent = [rows_of(rank, sum(table[rank]), rank == 1) for rank in range(2)]
+            receives = [row[me] for row in table]
+            out = torch.empty(sum(receives), WIDTH, dtype=torch.bfloat16)
+            exchange.move(sent[me], out, table[me], receives, pairs=table)
+            wanted = [x.split(row)[me] for x, row in zip(sent, table, strict=True)]
+            assert torch.equal(out.view(torch.int16), torch.cat(wanted).view(torch.int16))
+
+    run_ranks(2, task)
+
+
+def test_damage_in_peers_memory_names_the_rank() -> None:
+    memory = connect_threads(2)
+
+    def task(transport: ThreadTransport) -> None:
+        exchange = RowExchange(tw.Communicator(transport), 2, [], memory[transport.rank])
+        coding: Any = exchange._steps.coding
+        encode = coding.encode_to
+
+        def damaged(call: Any, parts: Any, plans: Any, outs: Any) -> None:
+            encode(call, parts, plans, outs)
+            if transport.rank == 1:
+                outs[0][plans[0].static_offset + 7] ^= 1
+
+        coding.encode_to = damaged
+        x, out = rows_of(0, 60, False), torch.empty(60, WIDTH, dtype=torch.bfloat16)
+        move = functools.partial(exchange.move, x, out, [30, 30], [30, 30], pairs=EQUAL_2)
+        if transport.rank:
+            move()
+            return
+        with pytest.raises(tw.CollectiveError, match="from rank 1"):
+            move()
+
+    run_ranks(2, task)
+
+
+def test_ranks_that_differ_in_peers() -> None:
+    memory = connect_threads(2)
+
+    def task(transport: ThreadTransport) -> None:
+        peers = memory[0] if transport.rank == 0 else None
+        with pytest.raises(tw.CollectiveError, match="2 bins of rows, out of peers' memory"):
+            moe.ExpertParallel(tw.Communicator(transport), experts=2, peers=peers)
+
+    run_ranks(2, task)
+
+
+def test_routes() -> None:
+    choices: list[tuple[Any, int | None]] = [("peer", None), ("peers", 2)]
+    for route, node in choices:
+        with pytest.raises(ValueError, match="allowed: 'network', 'auto', 'peers' without node"):
+            moe.connect(4, route=route, node=node)
