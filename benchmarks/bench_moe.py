@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 --max-restarts 9 benchmarks/bench_moe.py
 
 and with NCCL_P2P_DISABLE=1 for 25 GB/s, which leaves out the forms that read peers' memory. Over
-NCCL where there are GPUs, else over gloo on the CPU; options give other sizes. Rows are appended to results/moe.jsonl as forms are measured; what the
-file has is not measured again without --again.
+NCCL where there are GPUs, else over gloo on the CPU; options give other sizes. Rows are appended to
+results/moe.jsonl as forms are measured; what the file has is not measured again without --again.
 
 Experts return their rows, so that what is timed is what the layer does besides: tokens are sorted
 by expert, exchanged, sorted back and added up by the router's weights. A time is that of the
@@ -39,6 +39,7 @@ from recording import Job, Limits, Ranks, Record, connect, facts, measure_all
 import tightwire as tw
 from tightwire.adapters.training import moe
 from tightwire.adapters.training.expert_rows import Order
+from tightwire.adapters.training.weighted_rows import summed
 
 RESULTS = Path(__file__).parent / "results"
 #: Codecs forward and backward.
@@ -158,7 +159,7 @@ class Layer:
 
     def wanted(self) -> torch.Tensor:
         """The bits that a lossless form gives."""
-        return moe.summed(self._exact_copies(self.x), self.routing.weights, self.order).detach()
+        return summed(self._exact_copies(self.x), self.routing.weights, self.order).detach()
 
     def _exact_copies(self, x: torch.Tensor) -> torch.Tensor:
         sends, receives = torch.stack([self.counts, self._told(self.counts)]).tolist()

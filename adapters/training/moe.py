@@ -32,7 +32,6 @@ Source: Mixtral of Experts (2024), section 2.1, for the layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -40,11 +39,12 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ...codec import Codec
-from ...planning import device_many, integer
+from ...planning import integer
 from ..collectives import tensors
 from ..collectives.calls import TraceRecord
 from ..collectives.nodes import AnyCommunicator
 from ..transports.peer import PeerMemory
+from . import weighted_rows
 from .expert_rows import Copies, Order, Rows, Splits, rows_of
 from .hooks import Channel, Closing, Collective, finished, two_communicators
 from .prepared_hooks import peers_of
@@ -376,7 +376,7 @@ class ExpertParallel(AllToAll):
             lambda y: there.move(y.detach().contiguous(), splits, back=True),
             lambda gradient: back.move(gradient.contiguous(), splits),
         )
-        return summed(y, dispatched.routing.weights, dispatched.sent_order)
+        return weighted_rows.summed(y, dispatched.routing.weights, dispatched.sent_order)
 
 
 class MixtureOfExperts(torch.nn.Module):  # type: ignore[misc]
@@ -525,34 +525,6 @@ def connect_all_to_all(
     return found
 
 
-def summed(y: Any, weights: Any, order: Order) -> Any:
-    """The sum over the copies of each token of their results, by weights.
-
-    Args:
-        y: Results of copies in the order of their experts, shape ``(tokens * top_k, width)``.
-        weights: Shape ``(tokens, top_k)``.
-        order: That of the copies.
-
-    Returns:
-        Shape ``(tokens, width)``, with gradients to ``y`` and ``weights``.
-    """
-    weights = weights.to(y.dtype)
-    kernels = _kernels_for(y)
-    if kernels is not None:
-        return _Summed.apply(y, weights, order.inverse, kernels)
-    results = _Permuted.apply(y, order.inverse, order.index).view(*weights.shape, y.shape[1])
-    return torch.bmm(weights.unsqueeze(1), results).squeeze(1)
-
-
-def _kernels_for(y: Any) -> Any:
-    """The module of kernels that add up rows such as those of `y`, or None."""
-    if not y.is_cuda or not isinstance(device_many(), ModuleType):
-        return None
-    from ...codecs.common import weighted_triton
-
-    return weighted_triton if y.dtype in weighted_triton.DTYPES else None
-
-
 class _Filled(torch.autograd.Function):  # type: ignore[misc]
     """`output`, which `fill(x, output)` has filled; the gradient of `x` is `backward` of its."""
 
@@ -567,40 +539,6 @@ class _Filled(torch.autograd.Function):  # type: ignore[misc]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Any) -> Any:
         return None, ctx.of_gradient(gradient), None, None
-
-
-class _Summed(torch.autograd.Function):  # type: ignore[misc]
-    """Rows `places` of `y`, each of which is taken once, added up by `weights` in one pass."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Any, weights: Any, places: Any, kernels: Any) -> Any:
-        y, weights = y.contiguous(), weights.contiguous()
-        ctx.save_for_backward(y, weights, places)
-        ctx.kernels = kernels
-        with torch.cuda.device_of(y):
-            return kernels.weighted_sum(y, weights, places)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Any) -> Any:
-        with torch.cuda.device_of(gradient):
-            found = ctx.kernels.weighted_sum_back(gradient.contiguous(), *ctx.saved_tensors)
-        return *found, None, None
-
-
-class _Permuted(torch.autograd.Function):  # type: ignore[misc]
-    """Rows `index` of `x`, each of which is taken once: nothing is added up for the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, index: Any, inverse: Any) -> Any:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, index)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Any) -> Any:
-        (inverse,) = ctx.saved_tensors
-        return gradient.index_select(0, inverse), None, None
 
 
 class _Copied(torch.autograd.Function):  # type: ignore[misc]
@@ -636,7 +574,7 @@ class _Copied(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, gradient: Any) -> Any:
         (inverse,) = ctx.saved_tensors
         found = ctx.back.move(gradient.contiguous(), ctx.splits, back=True)
-        kernels = _kernels_for(found) if found.dim() == 2 else None
+        kernels = weighted_rows.kernels_for(found) if found.dim() == 2 else None
         if kernels is not None:
             with torch.cuda.device_of(found):
                 return kernels.weighted_sum(found, None, inverse, ctx.top_k), *[None] * 7

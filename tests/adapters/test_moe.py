@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from expert_layers import WIDTH, Expert, dense, layer_of, tokens, trained  # noqa: E402
 from tightwire.adapters.collectives import coding, message_views, tensors  # noqa: E402
 from tightwire.adapters.collectives.cost import Choice  # noqa: E402
-from tightwire.adapters.training import moe  # noqa: E402
+from tightwire.adapters.training import moe, weighted_rows  # noqa: E402
 from tightwire.adapters.transports.threads import ThreadTransport, connect, run_ranks  # noqa: E402
 
 
@@ -531,7 +531,7 @@ def test_kernels_add_up_results(top_k: int, monkeypatch: pytest.MonkeyPatch) -> 
         return trained(parallel_of(transport, 6), torch.float32, top_k)
 
     wanted = run_ranks(2, task)
-    monkeypatch.setattr(moe, "_kernels_for", lambda y: weighted_triton)
+    monkeypatch.setattr(weighted_rows, "kernels_for", lambda y: weighted_triton)
     for mine, theirs in zip(run_ranks(2, task), wanted, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
