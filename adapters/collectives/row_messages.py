@@ -80,6 +80,8 @@ class RowMessages:
         self._rank, self._size = steps.session.rank, steps.session.size
         #: By purpose, dtype and rank, of messages to it and from it.
         self._learnt: dict[tuple[str, DType, int, bool], Learnt] = {}
+        #: Purposes, dtypes and shapes of rows of which there have been messages.
+        self._known: set[tuple[str, DType, tuple[int, ...]]] = set()
         self._masks: dict[Any, Any] = {}
         self._spare: list[tensors.PendingHostCopy] = []
         self._told: tensors.PendingHostCopy | None = None
@@ -106,7 +108,8 @@ class RowMessages:
         if prefix:
             self._exchange_fixed(call, send, receive, digest, meanwhile)
         else:
-            self._exchange_learnt(call, send, receive, digest, purpose, meanwhile)
+            row = info.shape[1:]
+            self._exchange_learnt(call, send, receive, digest, purpose, row, meanwhile)
         call.raw_bytes += sum(send.raw)
         call.exchanged = True
         self._coding.decode_many(
@@ -153,6 +156,7 @@ class RowMessages:
         receive: MessageViews,
         digest: int,
         purpose: str,
+        row: tuple[int, ...],
         meanwhile: Callable[[], None],
     ) -> None:
         """Messages with dynamic parts, up to what has been learnt; then what exceeds that."""
@@ -169,8 +173,12 @@ class RowMessages:
             self._told = arriving = tensors.PendingHostCopy(both, self._told)
         sent = self._capacities(send, purpose, True)
         came = self._capacities(receive, purpose, False)
-        # The host would wait for a GPU; over gloo more bytes than are expected end a process.
-        told = self._needs(call, receive, arriving, digest) if arriving.on_host else None
+        # Over gloo more bytes than are expected end a process. A GPU, which the host would wait for,
+        # is asked before the first messages of a kind.
+        kind = purpose, receive.plans[0].dtype, row
+        early = arriving.on_host or kind not in self._known
+        told = self._needs(call, receive, arriving, digest) if early else None
+        self._known.add(kind)
         with call.stage("exchange"):
             self._transport.all_to_all_v(receive.upto(came), send.upto(sent))
         meanwhile()
