@@ -173,8 +173,8 @@ class RowMessages:
             self._told = arriving = tensors.PendingHostCopy(both, self._told)
         sent = self._capacities(send, purpose, True)
         came = self._capacities(receive, purpose, False)
-        # Over gloo more bytes than are expected end a process. A GPU, which the host would wait for,
-        # is asked before the first messages of a kind.
+        # Over gloo more bytes than are expected end a process. The host would wait for a GPU, and
+        # does so before the first messages of a kind.
         kind = purpose, receive.plans[0].dtype, row
         early = arriving.on_host or kind not in self._known
         told = self._needs(call, receive, arriving, digest) if early else None
