@@ -129,6 +129,8 @@ _RANKS = {
 }
 _STEPS = {
     "training_steps.md": "bench_training.py",
+    "training_wide.md": "bench_training.py --layers 8 --width 4096 --heads 32 --suite fsdp ddp "
+    "--out benchmarks/results/training_wide.jsonl",
     "prepared.md": "bench_peers.py",
     "moe.jsonl": "bench_moe.py",
 }
@@ -137,7 +139,7 @@ COMMANDS = (
     "",
     "`pip install -e '.[bench]'`, a command of these, then `python benchmarks/report.py`. Those "
     "behind files.md need GPUs, but for checkpoints.md. accuracy, tagc, dynamiq and ddp keep the "
-    "runs that their file has: name another file to make all of them. So do the last three "
+    "runs that their file has: name another file to make all of them. So do the last four "
     "without `--again`. Run them with `NCCL_P2P_DISABLE=1` too, for 25 GB/s.",
     "",
     "| page | command |",
@@ -241,8 +243,8 @@ def main() -> None:
     if links:
         lines += ["", "## Lossy codecs", "", "\n".join(f"- {link}" for link in links)]
     lines += ["", "## Training steps", "", "[steps.md](steps.md), written by hand"]
-    if training_report.write_page(RESULTS):
-        lines += ["", "[training_steps.md](training_steps.md)"]
+    for name in training_report.write_pages(RESULTS):
+        lines += ["", f"[{name}.md]({name}.md)"]
     papers_report.write(RESULTS)
     lines += ["", "[training.md](training.md): the papers' experiments at our size"]
     if prepared_report.write_page(RESULTS):

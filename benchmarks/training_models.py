@@ -3,7 +3,6 @@
 # DDP compares the annotations of a hook, which must therefore not be strings.
 import functools
 import hashlib
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -170,12 +169,6 @@ def sharded(
         return Model(model, tuple(compress(model)) if compress else ())
 
     return make
-
-
-def gather_ahead(model: Any) -> None:
-    """Have FSDP gather each block of a model before the one in front of it computes."""
-    for module, following in itertools.pairwise([model, *model.blocks]):
-        module.set_modules_to_forward_prefetch([following])
 
 
 def _replica(model: Any, setting: Setting) -> Any:

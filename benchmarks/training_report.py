@@ -1,4 +1,4 @@
-"""training_steps.md and its plot from the training.jsonl of bench_training.py; see report.py."""
+"""Pages and plots from what bench_training.py recorded; see report.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 from rows import LINKS, RUN, errors, heading, places, read, why_missing
 
 NATIVE = "native"
+#: By record, the name of the page and its title.
+PAGES = {
+    "training.jsonl": ("training_steps", "Training steps"),
+    "training_wide.jsonl": ("training_wide", "Training steps of a wider model"),
+}
 #: Step time over native that is asked for, and aimed at: network, case.
 TARGETS = {
     ("p2p off", "fsdp, zipccl, network"): (0.85, 0.75),
@@ -207,15 +212,22 @@ def plot(found: dict[tuple[Any, ...], dict[str, dict[str, Any]]], path: Path) ->
         figure.savefig(path, metadata={"Date": None})
 
 
-def write_page(folder: Path) -> bool:
-    """Write training_steps.md and training_steps.svg if there is a record; whether there is."""
-    found = places(read(folder / "training.jsonl"))
-    if not found:
-        return False
-    plot(found, folder / "training_steps.svg")
-    lines = ["# Training steps", "", HEAD, "", "![step time over native](training_steps.svg)", ""]
-    lines += ["In the plot lines mark what is asked; shorter bars are better.", ""]
-    for place, rows in found.items():
-        lines += _section(place, rows)
-    (folder / "training_steps.md").write_text("\n".join(lines).rstrip() + "\n")
-    return True
+def write_pages(folder: Path) -> list[str]:
+    """Write the pages of which there is a record, and their plots.
+
+    Returns:
+        Their names, without an ending.
+    """
+    written = []
+    for record, (name, title) in PAGES.items():
+        found = places(read(folder / record))
+        if not found:
+            continue
+        plot(found, folder / f"{name}.svg")
+        lines = [f"# {title}", "", HEAD, "", f"![step time over native]({name}.svg)", ""]
+        lines += ["In the plot lines mark what is asked; shorter bars are better.", ""]
+        for place, rows in found.items():
+            lines += _section(place, rows)
+        (folder / f"{name}.md").write_text("\n".join(lines).rstrip() + "\n")
+        written.append(name)
+    return written

@@ -26,13 +26,13 @@ Phase: TypeAlias = tuple[int, int]
 #: Place of the dynamic bytes in a record, in units of eight bytes.
 _DYNAMIC_NBYTES = 1
 #: Of the first messages the dynamic part has this share of the tensor's bytes.
-_FIRST_SHARE = 1 / 16
+_FIRST_SHARE = 1 / 10
 #: Messages that are remembered.
-_REMEMBERED = 16
+_REMEMBERED = 8
 #: Memory is made in multiples of this, and of its size in so many bits less one.
 _LEAST, _STEPS = 1 << 12, 3
 #: Spare capacity, as a share of what is needed, and how much may lie idle before it shrinks.
-_SPARE, _IDLE = 0.25, 3.0
+_SPARE, _IDLE = 0.25, 1.8
 
 
 class Capacity:

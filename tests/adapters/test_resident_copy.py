@@ -127,6 +127,7 @@ print(compile(source, target=target, options=variant.options).asm["ptx"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_accesses_of_16_bytes(capability: str, tmp_path: Any) -> None:
     """Eight loads of a thread are queued before the first store; memory is far away."""

@@ -83,7 +83,8 @@ def rows(path: Path) -> dict[str, dict[str, Any]]:
 
 def page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    assert importlib.import_module("training_report").write_page(folder)
+    report = importlib.import_module("training_report")
+    assert report.write_pages(folder) == ["training_steps"]
     return (folder / "training_steps.md").read_text()
 
 
