@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 9 benchmarks/bench_moe.py
 
-and with NCCL_P2P_DISABLE=1 for 25 GB/s. Over NCCL where there are GPUs, else over gloo on the CPU;
-options give other sizes. Rows are appended to results/moe.jsonl as forms are measured; what the
-file has is not measured again without --again.
+and with NCCL_P2P_DISABLE=1 for 25 GB/s, which leaves out the forms that read peers' memory. Over
+NCCL where there are GPUs, else over gloo on the CPU; options give other sizes. Rows are appended to
+results/moe.jsonl as forms are measured; what the file has is not measured again without --again.
 
 Experts return their rows, so that what is timed is what the layer does besides: tokens are sorted
 by expert, exchanged, sorted back and added up by the router's weights. A time is that of the
@@ -17,13 +17,14 @@ beforehand. "padded to the most" sends as many as any pair could need: what a st
 that must hold whatever the router says. "exact, torch" reads its splits on the host, as Megatron-LM
 does, and calls all_to_all_single twice. All three are uncompressed, have their tokens' order made
 beforehand, once, and leave rows of a rank's experts among each other. The results of lossless forms
-are compared with those of "exact, torch" bit for bit, those of others by vNMSE, before they are
-timed.
+are compared bit for bit with what PyTorch's exchange brings, added up as they are, those of others
+by vNMSE, before they are timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -37,6 +38,8 @@ from recording import Job, Limits, Ranks, Record, connect, facts, measure_all
 
 import tightwire as tw
 from tightwire.adapters.training import moe
+from tightwire.adapters.training.expert_rows import Order
+from tightwire.adapters.training.weighted_rows import summed
 
 RESULTS = Path(__file__).parent / "results"
 #: Codecs forward and backward.
@@ -47,8 +50,10 @@ CODECS: dict[str, tuple[str | None, str | None]] = {
     "mx": ("mx", "mx"),
     "zipccl, mx": ("zipccl", "mx"),
 }
+#: Codecs of forms that read peers' memory.
+PEERS = {"zipccl, peers": "zipccl", "mx, peers": "mx"}
 PADDED, MOST, EXACT = "padded", "padded to the most", "exact, torch"
-FORMS = (PADDED, MOST, EXACT, *CODECS)
+FORMS = (PADDED, MOST, EXACT, *CODECS, *PEERS)
 #: Calls that compile and measure, before those that are timed.
 WARM = 3
 #: Largest vNMSE of a lossy form.
@@ -86,6 +91,7 @@ class Layer:
         self.source = index // options.top_k
         self.inverse = torch.empty_like(index)
         self.inverse[index] = torch.arange(index.shape[0], device=device)
+        self.order = Order(index, self.inverse)
         counts = torch.bincount(self.routing.experts.reshape(-1), minlength=self.experts)
         self.counts = counts.view(self.world, -1).sum(1)
         largest = self.counts.max().clone()
@@ -104,7 +110,9 @@ class Layer:
             others = int(self.counts.sum() - self.counts[self.rank])
             came = int(self._told(self.counts).sum()) - int(self.counts[self.rank])
             return Form(self._exact, self._counted((others + came) * self.row_nbytes))
-        parallel = moe.connect(self.experts, *CODECS[name], device=self.device)
+        codecs = CODECS[name] if name in CODECS else (PEERS[name], PEERS[name])
+        route: Any = "peers" if name in PEERS else "network"
+        parallel = moe.connect(self.experts, *codecs, device=self.device, route=route)
 
         def call(x: torch.Tensor) -> torch.Tensor:
             found = parallel.dispatch(x, self.routing)
@@ -147,9 +155,16 @@ class Layer:
         return received
 
     def _exact(self, x: torch.Tensor) -> torch.Tensor:
+        return self._weighted(self._exact_copies(x).index_select(0, self.inverse))
+
+    def wanted(self) -> torch.Tensor:
+        """The bits that a lossless form gives."""
+        return summed(self._exact_copies(self.x), self.routing.weights, self.order).detach()
+
+    def _exact_copies(self, x: torch.Tensor) -> torch.Tensor:
         sends, receives = torch.stack([self.counts, self._told(self.counts)]).tolist()
         came = _Exchanged.apply(x.index_select(0, self.source), receives, sends)
-        return self._weighted(_Exchanged.apply(came, sends, receives).index_select(0, self.inverse))
+        return _Exchanged.apply(came, sends, receives)
 
     def _weighted(self, copies: torch.Tensor) -> torch.Tensor:
         return torch.bmm(self.weights, copies.view(*self.routing.experts.shape, -1)).squeeze(1)
@@ -176,13 +191,15 @@ def checked(layer: Layer, name: str, form: Form) -> dict[str, Any]:
     Raises:
         RuntimeError: If that is too far.
     """
-    wanted = layer.form(EXACT).call(layer.x).detach()
+    codec = PEERS.get(name, CODECS.get(name, ("none", ""))[0])
+    lossless = codec in (None, "zipccl")
+    wanted = layer.wanted() if lossless else layer.form(EXACT).call(layer.x).detach()
     result = form.call(layer.x).detach()
     before = 0 if form.wire_bytes is None else form.wire_bytes()
     form.call(layer.x)
     after = 0 if form.wire_bytes is None else form.wire_bytes()
     error = tw.error(wanted, result).vnmse
-    if CODECS.get(name, (None, None))[0] in (None, "zipccl"):
+    if lossless or codec == "none":
         if not torch.equal(result.view(torch.int16), wanted.view(torch.int16)):
             raise RuntimeError("the result has other bits than the exact one")
     elif not error < BOUND:
@@ -257,7 +274,7 @@ def _options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
     parser.add_argument("--skew", type=float, default=0.5, help="of the last expert's logit")
     parser.add_argument("--backward", action="store_true", help="time the backward pass too")
-    parser.add_argument("--only", nargs="*", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--only", nargs="*", choices=FORMS)
     parser.add_argument("--calls", type=int, default=50)
     parser.add_argument("--each", type=float, default=10.0, help="seconds of a form's timed calls")
     parser.add_argument("--seconds", type=float, default=1e9, help="of all forms; others are left")
@@ -285,7 +302,9 @@ def main(words: list[str]) -> None:
     ranks = Ranks.processes(device, options.limit)
     record = Record(options.out, facts(device, layer.world), layer.rank == 0)
     limits = Limits(options.seconds, options.limit, options.again)
-    jobs = {f"moe, {name}, {size}": job(name) for name in options.only}
+    reads = device.type == "cuda" and os.environ.get("NCCL_P2P_DISABLE", "0") != "1"
+    only = options.only or [name for name in FORMS if reads or name not in PEERS]
+    jobs = {f"moe, {name}, {size}": job(name) for name in only}
     measure_all(ranks, record, jobs, limits, line, {"forms": FORMS})
     dist.destroy_process_group()
 

@@ -49,22 +49,29 @@ class Coding:
         with call.stage("encode"):
             shares = self._memory.chunks("send", plans, parts[0])
             self._memory.hold("send", shares)
+        self.encode_to(call, parts, plans, shares.data)
+        return shares
+
+    def encode_to(
+        self, call: Call, parts: Sequence[Any], plans: Sequence[Plan], outs: Sequence[Any]
+    ) -> None:
+        """As `encode_many`, to memory of the caller's for each part."""
+        with call.stage("encode"):
             some = [i for i, plan in enumerate(plans) if plan.nelem]
             if not some:
-                return shares
+                return
             first, *more = some
             key, checksum = self.key(call), self._session.checksum
             if not more:
-                self.encode_into(parts[first], plans[first], shares.data[first], key)
-                return shares
-            xs, outs = [parts[i] for i in some], [shares.data[i] for i in some]
+                self.encode_into(parts[first], plans[first], outs[first], key)
+                return
+            xs, into = [parts[i] for i in some], [outs[i] for i in some]
             kernels = _kernels_of_many(xs[0])
             if kernels is not None:
                 contiguous = list(map(tensors.contiguous, xs))
-                if kernels.encode_into([plans[i] for i in some], contiguous, outs, key):
-                    return shares
-            self._codec.encode_many(xs, out=outs, key=key, checksum=checksum)
-        return shares
+                if kernels.encode_into([plans[i] for i in some], contiguous, into, key):
+                    return
+            self._codec.encode_many(xs, out=into, key=key, checksum=checksum)
 
     def encode_into(
         self,

@@ -101,21 +101,18 @@ class Compressed:
         info: ArrayInfo,
         there: Sequence[int],
         here: Sequence[int],
-        *,
-        agreed: bool = False,
     ) -> None:
         """An all-to-all of unequal shares: `parts[j]`, 1-D, to rank j, `outs[i]` from rank i.
 
-        `there` are digests of the shares that go, `here` of those that come. Ranks that have
-        `agreed` on them do not compare them before data move. One batch encodes all shares, and
-        one decodes them.
+        `there` are digests of the shares that go, `here` of those that come. One batch encodes all
+        shares, and one decodes them.
         """
         # The chunks of a buffer are equal, so every share is a buffer of its own.
         sent = [self._memory.plan(info.dtype, part.shape[0]) for part in parts]
         received = [self._memory.plan(info.dtype, out.shape[0]) for out in outs]
         send = self._coding.encode_many(call, parts, sent)
         receive = self._memory.receive("receive", received, parts[0])
-        if not agreed and (self._session.fixed or not self._session.sizes_first):
+        if self._session.fixed or not self._session.sizes_first:
             self._comparisons.compare(call, parts[0], there, here)
         began = self._steps.begin_swap(call, send, receive, there, here)
         buffers = self._steps.end_swap(call, began)

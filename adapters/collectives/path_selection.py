@@ -108,6 +108,11 @@ class PathSelection:
         """Whether the path depends on what is measured."""
         return self._auto
 
+    @property
+    def codes(self) -> bool:
+        """Whether the path is another than the native one, whatever is measured."""
+        return self._forced is not None and self._forced.algorithm != "native"
+
     def choose(
         self,
         collective: str,

@@ -1,13 +1,14 @@
 """Rows that go where a router has sent them: all ranks tell how many, then exactly those travel.
 
 The numbers are made on the device, and the host reads them once, together with those of the other
-ranks. Whoever sends the rows back, or their gradients, knows them already.
+ranks. Whoever sends the rows back, or their gradients, knows them already: messages are as long as
+they have to be, see ``row_messages``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,15 +16,17 @@ import numpy.typing as npt
 
 from ...arrays import ArrayInfo
 from ...formats.dtypes import BY_NAME
+from ..transports.peer import PeerMemory
 from . import running, tensors
 from .agreement import agree
 from .all_to_all_v import checksum_keys
 from .calls import Call
 from .chunk_views import split
 from .communicator import ALONE, Communicator
-from .compressed import Compressed
 from .cost import Choice
 from .native import Native, sent_plain
+from .row_messages import RowMessages
+from .row_peers import PeerMessages
 from .steps import Steps
 
 _INT64 = BY_NAME["int64"]
@@ -41,15 +44,17 @@ class Counts(NamedTuple):
     Attributes:
         sent: Rows for each bin of each rank: int64, shape ``(ranks, bins of a rank)``.
         table: Rows from each rank for each bin of this one: int64, shape ``(ranks, bins)``.
-        on_device: The same on the device of the rows.
+        on_device: The same on the device of the rows, where it is asked for; else None.
         faults: Bits of what is wrong on each rank; ``ANOTHER_CALL`` if what it tells is of another
             call.
+        pairs: Rows from each rank to each, where they are known.
     """
 
     sent: npt.NDArray[np.int64]
     table: npt.NDArray[np.int64]
     on_device: Any
     faults: list[int]
+    pairs: npt.NDArray[np.int64] | None = None
 
 
 class RowExchange:
@@ -62,19 +67,28 @@ class RowExchange:
         bins: Bins of all ranks, a multiple of their number: rank 0 has the first ones.
         faults: What the bits of a fault mean, from the lowest one on. None: nothing that ranks tell
             of is raised, their faults are returned.
+        peers: Memory that the ranks can read from one another, where what is encoded is read. None:
+            it goes through the transport.
 
     Raises:
         CollectiveError: On every rank, if the number of bins differs; by calls, if anything goes
             wrong on the wire.
     """
 
-    def __init__(self, comm: Communicator, bins: int, faults: Sequence[str] | None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        bins: int,
+        faults: Sequence[str] | None,
+        peers: PeerMemory | None = None,
+    ) -> None:
         self._comm = comm
         self._session = comm.session
         self._transport = comm.transport
         self._size = comm.world_size
         self._steps = Steps(self._session)
-        self._compressed = Compressed(self._steps)
+        self._messages = RowMessages(self._steps)
+        self._peers = None if peers is None else PeerMessages(self._steps, peers)
         self._native = Native(self._steps)
         self._each = bins // self._size
         self._faults = faults
@@ -82,9 +96,11 @@ class RowExchange:
         self._words = 2 + self._each
         self._keys = checksum_keys(self._words - 1)
         self._keys_on: dict[Any, Any] = {}
+        self._arriving: tensors.PendingHostCopy | None = None
+        where = "" if peers is None else ", out of peers' memory"
         call = Call(comm.rank, "RowExchange", 0, "", comm.name)
         with running.noted(call), call.stage("agree"):
-            agree(call, self._session.gather_plain, f"{bins} bins of rows")
+            agree(call, self._session.gather_plain, f"{bins} bins of rows{where}")
 
     def counts(self, info: ArrayInfo, counts: Any, fault: Any) -> Counts:
         """Tell every rank how many rows it will get; the host waits for their numbers.
@@ -117,14 +133,68 @@ class RowExchange:
                 strange = (told[:, 1:] * self._keys).sum(1) + digest != told[:, 0]
             faults = np.where(strange, ANOTHER_CALL, told[:, 1]).tolist()
             if self._faults is not None:
-                found = dict(enumerate(faults))
-                if strange.any():
-                    raise call.failure("counts", other_calls(found, self._comm.name, row))
-                call.exchanged = True
-                if any(faults):
-                    raise call.failure("counts", faults_told(found, self._comm.name, self._faults))
+                self._judge(call, row, faults)
         table = told[:, 2:]
         return Counts(sent[:, 2:], table, theirs[:, 2:], faults)
+
+    def routed(
+        self,
+        info: ArrayInfo,
+        mine: Any,
+        bad: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
+        meanwhile: Callable[[], None],
+    ) -> Counts:
+        """Tell every rank how many rows all will get; the host waits for their numbers.
+
+        Args:
+            info: As in ``counts``.
+            mine: int64, shape ``(2, words)``, on the device of the rows, of which this fills the
+                second row. In the first, ``mine[0, b]`` rows are for bins before ``b``, for ``b``
+                from 0 to the number of all ranks' bins; other words follow.
+            bad: Gives bits of a fault by rank for the words of all, shape ``(ranks, words)``.
+            meanwhile: Called when the words are on their way.
+
+        Raises:
+            CollectiveError: As ``counts``.
+        """
+        import torch
+
+        n, row = self._size, info._replace(shape=info.shape[1:])
+        with self._session.call(NAME, "all-to-all", row, _COUNTS) as call:
+            # The words, and the same with the digest, by which damage and other calls are known.
+            digest = call.digest(row, row.shape)
+            torch.bitwise_xor(mine[0], digest, out=mine[1])
+            theirs = mine.new_empty((n, *mine.shape))
+            with call.stage("counts"):
+                self._transport.all_gather(tensors.as_bytes(theirs), tensors.as_bytes(mine))
+                self._arriving = tensors.PendingHostCopy(theirs, self._arriving)
+                meanwhile()
+                told = np.array(self._arriving.wait(self._transport.timeout))
+            sent_plain(call, 8 * mine.numel() * (n - 1))
+            words = told[:, 0]
+            strange = (told[:, 1] != words ^ digest).any(1)
+            faults = np.where(strange, ANOTHER_CALL, bad(words)).tolist()
+            self._judge(call, row, faults)
+        bins = np.diff(words[:, : n * self._each + 1])
+        first = self._comm.rank * self._each
+        table = bins[:, first : first + self._each]
+        pairs = bins.reshape(n, n, self._each).sum(2)
+        return Counts(bins[self._comm.rank].reshape(n, -1), table, None, faults, pairs)
+
+    def _judge(self, call: Call, row: ArrayInfo, faults: list[int]) -> None:
+        """Raise what ranks have told of."""
+        assert self._faults is not None
+        found = dict(enumerate(faults))
+        if ANOTHER_CALL in faults:
+            raise call.failure("counts", other_calls(found, self._comm.name, row))
+        call.exchanged = True
+        if any(faults):
+            raise call.failure("counts", faults_told(found, self._comm.name, self._faults))
+
+    @property
+    def own_apart(self) -> bool:
+        """Whether calls leave a rank's own rows out of what the network moves, unless `plain`."""
+        return self._size > 1 and self._session.paths.codes
 
     def move(
         self,
@@ -134,10 +204,16 @@ class RowExchange:
         receives: Sequence[int],
         *,
         plain: bool = False,
+        purpose: str = "",
+        meanwhile: Callable[[], None] | None = None,
+        own: Callable[[], None] | None = None,
+        stream: Any = None,
+        pairs: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Send rows to ranks and receive theirs, as many as ``counts`` has told all of them.
+        """Send rows to ranks and receive theirs, as many as ranks have told each other.
 
-        A rank's own rows are not encoded. Codecs without a dynamic part make nobody wait.
+        A rank's own rows are not encoded. With a dynamic part the host waits for what others need
+        when all is on its way.
 
         Args:
             x: Those for rank 0 first: shape ``(sum(sends), ...)``.
@@ -145,19 +221,26 @@ class RowExchange:
             sends: Rows for each rank.
             receives: Rows from each rank.
             plain: Rows go as they are, whatever the codec.
+            purpose: What calls have in common whose data are alike.
+            meanwhile: Called when rows are on their way.
+            own: Called then in place of a copy of this rank's own rows, if they are `own_apart`.
+            stream: Where on a GPU runs what does not wait for the network: that which has made
+                ``x``. None: the current one.
+            pairs: Rows from each rank to each, where there is peers' memory.
 
         Raises:
             CollectiveError: If anything goes wrong on the wire.
         """
         paths, rank = self._session.paths, self._comm.rank
+        besides = _nothing if meanwhile is None else meanwhile
         if paths.chooses and self._size > 1 and not plain:
             # Ranks choose by what they tell each other when they compare splits.
             self._comm.all_to_all(x, out, send_splits=sends, receive_splits=receives)
             tensors.put(split(out, receives)[rank], split(x, sends)[rank])
+            besides()
             return
         x, info, _ = tensors.as_input(x)
-        row = info.shape[1:]
-        width = math.prod(row)
+        width = math.prod(info.shape[1:])
         if self._size == 1:
             choice = ALONE
         else:
@@ -168,13 +251,25 @@ class RowExchange:
             leaving, coming = [k * width for k in sends], [k * width for k in receives]
             if choice.algorithm == "native":
                 self._native.all_to_all(call, flat, result, leaving, coming, False)
+                besides()
                 return
             parts, outs = split(flat, leaving), split(result, coming)
-            tensors.put(outs[rank], parts[rank])
-            parts[rank], outs[rank] = parts[rank][:0], outs[rank][:0]
-            there = [call.digest(info, (k, *row)) for k in sends]
-            here = [call.digest(info, (k, *row)) for k in receives]
-            self._compressed.all_to_all_parts(call, parts, outs, info, there, here, agreed=True)
+            mine, to = parts[rank], outs[rank]
+            parts[rank], outs[rank] = mine[:0], to[:0]
+
+            def at_once() -> None:
+                with tensors.on_stream(stream):
+                    if own is None:
+                        tensors.put(to, mine)
+                    else:
+                        own()
+                    besides()
+
+            if self._peers is not None:
+                sizes = [[k * width for k in row] for row in pairs]
+                self._peers.exchange(call, parts, outs, info, sizes, at_once)
+            else:
+                self._messages.exchange(call, parts, outs, info, purpose, at_once)
 
     def _keys_for(self, like: Any) -> Any:
         """Factors of the checksum, on the device of `like`."""
@@ -205,6 +300,10 @@ def faults_told(faults: Mapping[int, int], name: str, meanings: Sequence[str]) -
 
 def _of(name: str) -> str:
     return f" of {name!r}" if name else ""
+
+
+def _nothing() -> None:
+    pass
 
 
 def _never(*_: Any) -> Any:

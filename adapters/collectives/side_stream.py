@@ -34,13 +34,31 @@ class SideStream:
             if tensor.device.type != "cuda":
                 call()
                 return finished_future(tensor, None)
-            own = self._streams.get(tensor.device)
-            if own is None:
-                own = self._streams[tensor.device] = torch.cuda.Stream(tensor.device, FIRST)
+            own = self._own(tensor.device)
             own.wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(own):
                 call()
                 return finished_future(tensor, [tensor.device])
+
+    def run_here(self, tensor: Any, call: Callable[[], None]) -> None:
+        """As `run`, and the current stream waits at once, which costs less than by a future."""
+        with self.lock:
+            if tensor.device.type != "cuda":
+                call()
+                return
+            own, current = self._own(tensor.device), torch.cuda.current_stream(tensor.device)
+            own.wait_stream(current)
+            try:
+                with torch.cuda.stream(own):
+                    call()
+            finally:
+                current.wait_stream(own)
+
+    def _own(self, device: torch.device) -> Any:
+        own = self._streams.get(device)
+        if own is None:
+            own = self._streams[device] = torch.cuda.Stream(device, FIRST)
+        return own
 
 
 def finished_future(tensor: Any, devices: Any) -> Any:

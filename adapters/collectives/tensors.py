@@ -8,11 +8,13 @@ PyTorch is given no more elements at once than it computes on the calling thread
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -328,6 +330,16 @@ def current_stream(x: Any) -> Any:
     import torch
 
     return torch.cuda.current_stream(x.device)
+
+
+def on_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Have what is queued inside go to a stream as `current_stream` gives it; None: the current."""
+    if stream is None:
+        return contextlib.nullcontext()
+    import torch
+
+    found: AbstractContextManager[Any] = torch.cuda.stream(stream)
+    return found
 
 
 def synchronize(x: Any) -> None:

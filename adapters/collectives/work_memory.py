@@ -11,10 +11,13 @@ from ...codecs.common.base import Plan
 from ...formats.dtypes import BY_NAME, DType
 from . import tensors
 from .chunk_views import ChunkViews
+from .message_views import MessageViews
 
 _INT64 = BY_NAME["int64"]
 #: Layouts that are kept: a model has so many sizes of buckets.
 _KEPT = 256
+#: Memory of messages is made in multiples of its size in so many bits less one.
+_STEPS = 4
 
 
 class WorkMemory:
@@ -29,9 +32,9 @@ class WorkMemory:
         #: Pieces are laid out by the thread that encodes, too.
         self._lock = threading.RLock()
         self._memories: dict[tuple[str, Any], Any] = {}
-        self._layouts: dict[tuple[Any, ...], ChunkViews] = {}
+        self._layouts: dict[tuple[Any, ...], Any] = {}
         #: The layout that each memory has at present.
-        self._holders: dict[tuple[str, Any], ChunkViews] = {}
+        self._holders: dict[tuple[str, Any], ChunkViews | MessageViews] = {}
         self._words: dict[Any, Any] = {}
 
     def plan(self, dtype: DType, nelem: int, chunks: int = 1, *, raw: bool = False) -> Plan:
@@ -69,7 +72,7 @@ class WorkMemory:
             # Plans are kept as long as their layouts, so that ids tell them apart.
             ids = tuple(map(id, plans))
             key = (name, tensors.device_of(like), ids)
-            found = self._layouts.get(key)
+            found: ChunkViews | None = self._layouts.get(key)
             if found is None:
                 if len(self._layouts) >= _KEPT:
                     self._layouts.clear()
@@ -77,7 +80,28 @@ class WorkMemory:
                 found = self._layouts[key] = ChunkViews(list(plans), memory)
             return found
 
-    def hold(self, name: str, shares: ChunkViews) -> bool:
+    @tensors.kept
+    def messages(self, name: str, plans: Sequence[Plan], like: Any, prefix: bool) -> MessageViews:
+        """Messages of these plans, which `plan` has made, in the memory called `name`, laid out."""
+        with self._lock:
+            key = (name, tensors.device_of(like), tuple(map(id, plans)), prefix)
+            found: MessageViews | None = self._layouts.get(key)
+            if found is None:
+                if len(self._layouts) >= _KEPT:
+                    self._layouts.clear()
+                nbytes = MessageViews.nbytes_of(plans, prefix)
+                # Sizes differ from call to call: not each that is a little larger takes new memory.
+                unit = 1 << max(0, nbytes.bit_length() - _STEPS)
+                before = self._memories.get(key[:2])
+                memory = self.scratch(name, -(-nbytes // unit) * unit, like)
+                if memory is not before:
+                    # Bytes between parts are sent, too.
+                    memory[:] = 0
+                found = self._layouts[key] = MessageViews(list(plans), memory, prefix)
+            self.hold(name, found)
+            return found
+
+    def hold(self, name: str, shares: ChunkViews | MessageViews) -> bool:
         """Lay the memory called `name` out as `shares`; True if it was something else."""
         key = name, tensors.device_of(shares.memory)
         changed = self._holders.get(key) is not shares

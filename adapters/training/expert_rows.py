@@ -7,14 +7,17 @@ once, with a number for each of its copies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...arrays import ArrayInfo, describe
-from ..collectives import running
+from ..collectives import running, tensors
 from ..collectives.agreement import agree
 from ..collectives.calls import Call
 from ..collectives.nodes import NodeCommunicator, Steps
@@ -26,6 +29,7 @@ from ..collectives.row_exchange import (
     faults_told,
     other_calls,
 )
+from ..transports.peer import PeerMemory
 from .hooks import Channel
 
 
@@ -36,17 +40,55 @@ class Order(NamedTuple):
     inverse: Any
 
     @classmethod
-    def of(cls, index: Any) -> Order:
-        """The permutation `index`, int64, shape (rows,)."""
-        inverse = torch.empty_like(index)
-        inverse[index] = torch.arange(index.shape[0], device=index.device)
-        return cls(index, inverse)
-
-    @classmethod
     def of_blocks(cls, places: Any, sizes: Any, rows: int) -> Order:
         """The permutation of `rows` rows in blocks of `sizes` that puts these in their `places`."""
         of_rows = torch.repeat_interleave(places, sizes, output_size=rows)
-        return cls.of(of_rows.argsort(stable=True))
+        index = of_rows.argsort(stable=True)
+        inverse = torch.empty_like(index)
+        inverse[index] = torch.arange(rows, device=index.device)
+        return cls(index, inverse)
+
+
+class Blocks(NamedTuple):
+    """Blocks of rows, one behind the other, in two orders: as they arrive, and by expert.
+
+    Attributes:
+        sizes: Rows of each as they arrive.
+        by_expert: Rows of each by expert.
+        places: The place by expert of each as they arrive.
+        own: Numbers of those that arrive from this rank itself.
+    """
+
+    sizes: list[int]
+    by_expert: list[int]
+    places: list[int]
+    own: range
+
+    def ordered(self, x: Any) -> Any:
+        """`x`, rows as they arrive, by expert."""
+        found = list(x.split(self.sizes))
+        for place, piece in zip(self.places, tuple(found), strict=True):
+            found[place] = piece
+        return torch.cat(found)
+
+    def undone(self, x: Any) -> Any:
+        """`x`, rows by expert, as they arrive."""
+        pieces = x.split(self.by_expert)
+        return torch.cat([pieces[place] for place in self.places])
+
+    def put(self, x: Any, by_expert: Any, *, own: bool, back: bool = False) -> None:
+        """Copy `x`, rows as they arrive, to their places in `by_expert`; `back`: from there.
+
+        These are the rows of this rank itself alone, or those of all others.
+        """
+        numbers = [k for k in range(len(self.sizes)) if (k in self.own) == own]
+        places = by_expert.split(self.by_expert)
+        pieces = x.split([self.sizes[k] for k in numbers])
+        rows = [(p, places[self.places[k]]) for p, k in zip(pieces, numbers, strict=True)]
+        rows = [pair for pair in rows if pair[0].shape[0]]
+        if rows:
+            source, to = zip(*rows, strict=True)
+            torch._foreach_copy_(*((source, to) if back else (to, source)))
 
 
 class Copies(NamedTuple):
@@ -54,28 +96,57 @@ class Copies(NamedTuple):
 
     Attributes:
         choices: Numbers of experts, int64, shape (rows, top_k).
-        order: Copies by expert; copy `row * top_k + which` is of that choice.
-        counts: Copies for each expert, shape (experts,).
-        strange: Whether there are numbers of no expert, shape (1,).
+        index: Copies by expert, shape (rows * top_k,): copy `row * top_k + which` is of that
+            choice.
+        words: What ranks tell each other, int64, shape (2, experts + 3), of which the second row is
+            free: how many copies are for experts before number 0, 1, and so on to `experts`, how
+            many there are, and the sum of their weights, as float64.
     """
 
     choices: Any
-    order: Order
-    counts: Any
-    strange: Any
+    index: Any
+    words: Any
 
     @classmethod
-    def of(cls, choices: Any, experts: int) -> Copies:
-        """The copies for so many `experts`."""
+    def of(cls, choices: Any, weights: Any, numbers: Any) -> Copies:
+        """The copies for experts, of which `numbers` are -1 and so on, and the largest int64."""
         ranked, index = choices.reshape(-1).sort(stable=True)
-        bounds = torch.searchsorted(ranked, torch.arange(experts + 1, device=choices.device))
-        strange = (bounds[:1] != 0) | (bounds[-1:] != ranked.shape[0])
-        return cls(choices, Order.of(index), bounds.diff(), strange)
+        words = numbers.new_empty(2, numbers.shape[0] + 1)
+        torch.searchsorted(ranked, numbers, right=True, out=words[0, :-1])
+        weights = weights.detach()
+        if weights.dtype == torch.float64:
+            # Others cannot add up to infinity.
+            weights = weights * 0
+        torch.sum(weights, (0, 1), dtype=torch.float64, out=words.view(torch.float64)[0, -1])
+        return cls(choices, index, words)
 
     @property
     def rows(self) -> Any:
         """The row of each copy, by expert."""
-        return self.order.index // self.choices.shape[1]
+        top_k = self.choices.shape[1]
+        return self.index if top_k == 1 else self.index // top_k
+
+    @property
+    def counts(self) -> Any:
+        """Copies for each expert, shape (experts,)."""
+        return self.words[0, :-2].diff()
+
+    @property
+    def fault(self) -> Any:
+        """Bits of what is wrong, shape (1,), as `faults_of`."""
+        words, last = self.words[0], self.words.shape[1] - 1
+        begin, end, every, weight = (words[k : k + 1] for k in (0, last - 2, last - 1, last))
+        strange = (begin != 0) | (end != every)
+        infinite = ~torch.isfinite(weight.view(torch.float64))
+        return strange.long() + 2 * infinite.long()
+
+
+def faults_of(words: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Bits of what is wrong with `Copies` of which `words` tell, shape (ranks, words)."""
+    strange = (words[:, 0] != 0) | (words[:, -3] != words[:, -2])
+    infinite = ~np.isfinite(words[:, -1].view(np.float64))
+    bits: npt.NDArray[np.int64] = strange + 2 * infinite
+    return bits
 
 
 class Passing(NamedTuple):
@@ -110,19 +181,20 @@ class Splits(NamedTuple):
     Attributes:
         sends: Rows for each rank.
         receives: Rows from each rank.
-        arrival: Ranks in the order in which rows arrive.
-        table: In this order rows for each expert of this rank: int64, shape (ranks, experts).
-        on_device: The same on the device of the rows.
+        table: Rows from each rank, in the order in which they arrive, for each expert of this
+            rank: int64, shape (ranks, experts).
         grid: Nodes and the ranks of each, None without nodes.
+        blocks: Those that arrive, None if they arrive by expert.
+        pairs: Rows from each rank to each, shape (ranks, ranks); None with nodes.
         passing: What passes through this rank, None without nodes.
         local: Of the rows that arrive, those from each rank of this node; empty without nodes.
     """
 
     sends: list[int]
     receives: list[int]
-    arrival: Sequence[int]
     table: Any
-    on_device: Any
+    blocks: Blocks | None = None
+    pairs: Any = None
     grid: tuple[int, int] | None = None
     passing: Any = None
     local: Sequence[int] = ()
@@ -135,6 +207,7 @@ class Rows:
         channel: Where calls are made.
         experts: Those of all ranks.
         faults: As in `RowExchange`.
+        peers: As there.
 
     Raises:
         CollectiveError: As `RowExchange`.
@@ -142,44 +215,114 @@ class Rows:
 
     grid: tuple[int, int] | None = None
 
-    def __init__(self, channel: Channel, experts: int, faults: Sequence[str]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        experts: int,
+        faults: Sequence[str],
+        peers: PeerMemory | None = None,
+    ) -> None:
         self._channel = channel
-        self._rows = RowExchange(channel.comm, experts, faults)
-        self._places: dict[torch.device, Any] = {}
+        self._rows = RowExchange(channel.comm, experts, faults, peers)
+        self._kept: dict[tuple[str, torch.device], Any] = {}
+        self._rank, self._experts = channel.comm.rank, experts
 
-    def splits(self, x: Any, copies: Copies, fault: Any) -> Splits:
-        """Tell all ranks the numbers of `copies` of rows like those of `x`, and what is wrong."""
-        info = describe(x.detach())
-        found = _made(self._channel, lambda: self._rows.counts(info, copies.counts, fault), fault)
+    def copies(self, choices: Any, weights: Any) -> Copies:
+        """The copies of rows that are to go to the experts `choices`, with these weights."""
+        numbers = self._kept.get(("experts", choices.device))
+        if numbers is None:
+            host = np.arange(-1, self._experts + 1)
+            host[-1] = np.iinfo(np.int64).max
+            numbers = tensors.kept(tensors.on_device)(host, choices.device)
+            self._kept["experts", choices.device] = numbers
+        return Copies.of(choices, weights, numbers)
+
+    def splits(self, x: Any, copies: Copies) -> tuple[Splits, Any]:
+        """Tell all ranks of `copies` of rows like those of `x`; also what has been made of these.
+
+        That is for `spread`.
+        """
+        info, stream, made = describe(x), tensors.current_stream(x), []
+
+        def gather() -> None:
+            with tensors.on_stream(stream):
+                made.append(x.index_select(0, copies.rows))
+
+        found = _made(
+            self._channel, lambda: self._rows.routed(info, copies.words, faults_of, gather), x
+        )
         sends, receives = found.sent.sum(1).tolist(), found.table.sum(1).tolist()
-        return Splits(sends, receives, range(len(sends)), found.table, found.on_device)
+        blocks = _blocks(found.table, range(len(sends)), self._rank)
+        return Splits(sends, receives, found.table, blocks, found.pairs), made[0]
 
-    def by_expert(self, splits: Splits) -> Order | None:
-        """The order by expert, and of one by rank, of rows that arrive; None if they are in it."""
-        ranks, each = splits.table.shape
-        arrival = list(splits.arrival)
-        if ranks == 1 or (each == 1 and arrival == sorted(arrival)):
-            return None
-        device = splits.on_device.device
-        if device not in self._places:
-            # Only once: a copy from the host would have it wait for the rows that are in flight.
-            places = np.add.outer(arrival, np.arange(each) * ranks).reshape(-1)
-            self._places[device] = torch.from_numpy(places).to(device)
-        sizes, rows = splits.on_device.reshape(-1), int(splits.table.sum())
-        return Order.of_blocks(self._places[device], sizes, rows)
+    def inverse(self, index: Any) -> Any:
+        """The permutation that undoes `index`."""
+        return torch.empty_like(index).scatter_(
+            0, index, self.numbers(index.shape[0], index.device)
+        )
 
-    def spread(self, x: Any, copies: Copies, splits: Splits) -> Any:
-        """Send the copies of rows of `x`; returns those that arrive."""
-        return self.move(x.index_select(0, copies.rows), splits)
+    def numbers(self, count: int, device: torch.device) -> Any:
+        """Numbers from 0 to `count` - 1, int64."""
+        known = self._kept.get(("numbers", device))
+        if known is None or known.shape[0] < count:
+            most = 1 << max(count - 1, 1).bit_length()
+            known = tensors.kept(torch.arange)(most, device=device)
+            self._kept["numbers", device] = known
+        return known[:count]
 
-    def move(self, x: Any, splits: Splits, *, back: bool = False) -> Any:
-        """Send copies, by expert; returns those that arrive. `back`: the other way."""
-        leave, come = splits.sends, splits.receives
+    def spread(
+        self, x: Any, copies: Copies, splits: Splits, made: Any, meanwhile: Callable[[], None]
+    ) -> Any:
+        """Send the copies of rows of `x`; returns those that arrive, by expert.
+
+        `made` is what `splits` has given; `meanwhile` is called when they are on their way.
+        """
+        return self.move(made, splits, meanwhile=meanwhile)
+
+    def move(
+        self,
+        x: Any,
+        splits: Splits,
+        *,
+        back: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Any:
+        """Send copies, by expert; returns those that arrive, by expert. `back`: the other way."""
+        leave, come, blocks = splits.sends, splits.receives, splits.blocks
         if back:
             leave, come = come, leave
-        out = x.new_empty((sum(come), *x.shape[1:]))
-        self._channel.run(out, lambda: self._rows.move(x, out, leave, come)).wait()
+        elsewhere = x.shape[1:]
+        options: dict[str, Any] = {"meanwhile": meanwhile, "stream": tensors.current_stream(x)}
+        options["purpose"] = "back" if back else "there"
+        options["pairs"] = (splits.pairs.T if back else splits.pairs).tolist()
+        moving: Callable[..., None] = functools.partial(self._move, **options)
+        if blocks is None or not self._rows.own_apart:
+            x = blocks.undone(x) if blocks is not None and back else x
+            out = x.new_empty((sum(come), *elsewhere))
+            moving(x, out, leave, come)
+            return blocks.ordered(out) if blocks is not None and not back else out
+        # What a rank has for itself is copied while the others' rows are on their way.
+        rank, own_rows = self._rank, leave[self._rank]
+        alone = [0 if i == rank else n for i, n in enumerate(splits.receives)]
+        begin = sum(splits.sends[:rank])
+        others = x.new_empty((sum(alone), *elsewhere))
+        out = x.new_empty((sum(come), *elsewhere))
+        copies, by_expert = (out, x) if back else (x, out)
+        own = copies[begin : begin + own_rows]
+        put_own = functools.partial(blocks.put, own, by_expert, own=True, back=back)
+        if back:
+            blocks.put(others, x, own=False, back=True)
+            moving(others, out, alone, come, own=put_own)
+        else:
+            moving(x, others, leave, alone, own=put_own)
+            blocks.put(others, out, own=False)
         return out
+
+    def _move(
+        self, x: Any, out: Any, leave: Sequence[int], come: Sequence[int], **options: Any
+    ) -> None:
+        """Move rows on the stream of the channel."""
+        self._channel.run_here(out, lambda: self._rows.move(x, out, leave, come, **options))
 
 
 class NodeRows(Rows):
@@ -188,7 +331,7 @@ class NodeRows(Rows):
     def __init__(self, channel: Channel, experts: int, faults: Sequence[str]) -> None:
         comm: NodeCommunicator = channel.comm
         self._channel, self._comm, self._faults = channel, comm, faults
-        self._places = {}
+        self._kept, self._rank, self._experts = {}, comm.rank, experts
         call = Call(comm.rank, "RowExchange", 0, "", comm.name)
         with running.noted(call), call.stage("agree"):
             agree(call, comm.gather_plain, f"{experts} bins of rows")
@@ -199,25 +342,24 @@ class NodeRows(Rows):
         self._far = RowExchange(comm.between, nodes * (1 + ranks * self._each), None)
         self._near = RowExchange(comm.within, ranks * nodes * (1 + self._each), None)
 
-    def splits(self, x: Any, copies: Copies, fault: Any) -> Splits:
-        """As `Rows.splits`."""
-        info, device = describe(x.detach()), copies.counts.device
+    def splits(self, x: Any, copies: Copies) -> tuple[Splits, Any]:
+        """As `Rows.splits`; nothing has been made."""
+        info, device = describe(x), x.device
         nodes, ranks, each = *self._shape, self._each
         # Numbers of no expert are told of as a fault.
         node_of = (copies.choices // (ranks * each)).clamp(0, nodes - 1)
         all_nodes = torch.arange(nodes, device=device)
         goes = (node_of.unsqueeze(-1) == all_nodes).any(1)
         words = torch.cat([goes.sum(0).unsqueeze(1), copies.counts.view(nodes, -1)], 1)
-        far, near = _made(
-            self._channel, lambda: self._told(info, words.reshape(-1), fault), copies.counts
-        )
+        fault = copies.fault
+        far, near = _made(self._channel, lambda: self._told(info, words.reshape(-1), fault), x)
 
         distinct_leaving, distinct_coming = far.sent[:, 0].tolist(), far.table[:, 0].tolist()
         upto = goes.T.reshape(-1).cumsum(0)
         wanted = torch.arange(1, sum(distinct_leaving) + 1, device=device)
         distinct = torch.searchsorted(upto, wanted) % max(goes.shape[0], 1)
         place = (goes.cumsum(0) - 1).view(-1)
-        node_of_copy = node_of.view(-1).index_select(0, copies.order.index)
+        node_of_copy = node_of.view(-1).index_select(0, copies.index)
         places = place.index_select(0, copies.rows * nodes + node_of_copy).int()
 
         sent = far.sent[:, 1:].reshape(nodes, ranks, each)
@@ -239,21 +381,26 @@ class NodeRows(Rows):
             distinct_coming=distinct_coming,
         )
         table = near.table.reshape(ranks, nodes, 1 + each)[:, :, 1:]
-        return Splits(
+        arrival = np.arange(nodes * ranks).reshape(nodes, ranks).T.reshape(-1).tolist()
+        by_rank = table.reshape(-1, each)
+        found = Splits(
             sends=sent.sum(2).reshape(-1).tolist(),
             receives=table.sum(2).T.reshape(-1).tolist(),
-            arrival=np.arange(nodes * ranks).reshape(nodes, ranks).T.reshape(-1).tolist(),
-            table=table.reshape(-1, each),
-            on_device=near.on_device.reshape(ranks, nodes, 1 + each)[:, :, 1:].reshape(-1, each),
+            table=by_rank,
+            blocks=_blocks(by_rank, arrival, self._rank),
             grid=self.grid,
             passing=passing,
             local=table.sum((1, 2)).tolist(),
         )
+        return found, None
 
-    def spread(self, x: Any, copies: Copies, splits: Splits) -> Any:
+    def spread(
+        self, x: Any, copies: Copies, splits: Splits, made: Any, meanwhile: Callable[[], None]
+    ) -> Any:
         """As `Rows.spread`."""
         if copies.choices.shape[1] == 1:
-            return super().spread(x, copies, splits)
+            return self.move(x.index_select(0, copies.rows), splits, meanwhile=meanwhile)
+        meanwhile()
         way: Passing = splits.passing
         rows = x.index_select(0, way.distinct)
         out = x.new_empty((sum(splits.receives), *x.shape[1:]))
@@ -264,25 +411,36 @@ class NodeRows(Rows):
                 places = way.places.new_empty(sum(way.coming))
                 self._far.move(way.places, places, way.leaving, way.coming, plain=True)
                 came = x.new_empty((sum(way.distinct_coming), *x.shape[1:]))
-                self._far.move(rows, came, way.distinct_leaving, way.distinct_coming)
+                there = way.distinct_leaving, way.distinct_coming
+                self._far.move(rows, came, *there, purpose="rows")
                 # Nothing guards what goes as it is: damage must not read other memory.
                 index = (places + way.first_row).clamp_(0, max(came.shape[0] - 1, 0))
                 index = index.index_select(0, way.order.index)
                 self._inward(steps, came.index_select(0, index), out, splits)
 
-        self._channel.run(out, call).wait()
-        return out
+        self._channel.run_here(out, call)
+        return out if splits.blocks is None else splits.blocks.ordered(out)
 
-    def move(self, x: Any, splits: Splits, *, back: bool = False) -> Any:
+    def move(
+        self,
+        x: Any,
+        splits: Splits,
+        *,
+        back: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Any:
         """As `Rows.move`."""
-        way: Passing = splits.passing
+        if meanwhile is not None:
+            meanwhile()
+        way, blocks = splits.passing, splits.blocks
+        x = blocks.undone(x) if back and blocks is not None else x
         out = x.new_empty((sum(splits.sends if back else splits.receives), *x.shape[1:]))
 
         def forth() -> None:
             with self._comm.call("all_to_all") as steps:
                 here = x.new_empty((sum(way.coming), *x.shape[1:]))
                 steps.at(self._comm.between)
-                self._far.move(x, here, way.leaving, way.coming)
+                self._far.move(x, here, way.leaving, way.coming, purpose="there")
                 self._inward(steps, here.index_select(0, way.order.index), out, splits)
 
         def home() -> None:
@@ -292,10 +450,10 @@ class NodeRows(Rows):
                 self._near.move(x, here, splits.local, way.inward, plain=True)
                 steps.at(self._comm.between, last=True)
                 here = here.index_select(0, way.order.inverse)
-                self._far.move(here, out, way.coming, way.leaving)
+                self._far.move(here, out, way.coming, way.leaving, purpose="back")
 
-        self._channel.run(out, home if back else forth).wait()
-        return out
+        self._channel.run_here(out, home if back else forth)
+        return out if back or blocks is None else blocks.ordered(out)
 
     def _inward(self, steps: Steps, x: Any, out: Any, splits: Splits) -> None:
         """Send copies that have come, by rank, to these ranks of this node."""
@@ -337,14 +495,37 @@ class NodeRows(Rows):
         return self._comm.between.world_size, self._comm.within.world_size
 
 
-def rows_of(channel: Channel, experts: int, faults: Sequence[str]) -> Rows:
-    """Exchanges of rows by the communicator of `channel`."""
-    kind = NodeRows if isinstance(channel.comm, NodeCommunicator) else Rows
-    return kind(channel, experts, faults)
+def rows_of(
+    channel: Channel, experts: int, faults: Sequence[str], peers: PeerMemory | None = None
+) -> Rows:
+    """Exchanges of rows by the communicator of `channel`; ValueError for `peers` with nodes."""
+    if not isinstance(channel.comm, NodeCommunicator):
+        return Rows(channel, experts, faults, peers)
+    if peers is not None:
+        raise ValueError("peers are given, the communicator is of nodes; allowed: one of them")
+    return NodeRows(channel, experts, faults)
 
 
 def _made(channel: Channel, call: Any, like: Any) -> Any:
     """What `call()` returns, made on the stream of `channel`, behind what has made `like`."""
     found: list[Any] = []
-    channel.run(like, lambda: found.append(call())).wait()
+    channel.run_here(like, lambda: found.append(call()))
     return found[0]
+
+
+def _blocks(table: npt.NDArray[np.int64], arrival: Sequence[int], rank: int) -> Blocks | None:
+    """The blocks of rows for each expert from ranks in the order of their `arrival`."""
+    ranks, each = table.shape
+    if ranks == 1 or (each == 1 and all(a < b for a, b in itertools.pairwise(arrival))):
+        return None
+    numbers = np.arange(ranks * each).reshape(each, ranks)
+    places = numbers.T[list(arrival)]
+    wanted = np.empty(ranks * each, np.int64)
+    wanted[places] = table
+    own = list(arrival).index(rank) * each
+    return Blocks(
+        table.reshape(-1).tolist(),
+        wanted.tolist(),
+        places.reshape(-1).tolist(),
+        range(own, own + each),
+    )

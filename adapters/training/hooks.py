@@ -51,14 +51,17 @@ class Channel:
 
         See `SideStream.run`.
         """
+        return self._stream.run(tensor, lambda: self._counted(call, collectives))
 
-        def counted() -> None:
-            call()
-            for record in self.comm.trace(last=collectives):
-                self.raw_bytes += record.raw_bytes
-                self.wire_bytes += record.wire_bytes
+    def run_here(self, tensor: Any, call: Callable[[], None]) -> None:
+        """As `run`, of one collective, and the current stream waits for it."""
+        self._stream.run_here(tensor, lambda: self._counted(call, 1))
 
-        return self._stream.run(tensor, counted)
+    def _counted(self, call: Callable[[], None], collectives: int) -> None:
+        call()
+        for record in self.comm.trace(last=collectives):
+            self.raw_bytes += record.raw_bytes
+            self.wire_bytes += record.wire_bytes
 
 
 def communicator(

@@ -19,20 +19,20 @@ To try it, run ``torchrun --nproc-per-node 2 example.py`` with::
     dist.destroy_process_group()
 
 Every rank has as many experts, and tokens of its own. Of a token that goes to several experts each
-gets a copy. No capacity is set: all tokens arrive, and the wire has no padding.
+gets a copy. No capacity is set: all tokens arrive, and rows are not padded.
 
 What the host waits for: in ``dispatch`` for the numbers of rows, which other ranks tell (with
-``node=`` twice: between nodes, then within); with a lossless codec in each exchange for the sizes
-that encoding made, while the rest is in flight. With a lossy codec ``combine`` and both backward
-exchanges only queue work.
+``node=`` twice: between nodes, then within); with a lossless codec in each exchange for what
+messages need, while they are in flight. With a lossy codec ``combine`` and both backward exchanges
+only queue work.
 
 Source: Mixtral of Experts (2024), section 2.1, for the layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,10 +40,14 @@ from torch.autograd.function import once_differentiable
 
 from ...codec import Codec
 from ...planning import integer
+from ..collectives import tensors
 from ..collectives.calls import TraceRecord
 from ..collectives.nodes import AnyCommunicator
+from ..transports.peer import PeerMemory
+from . import weighted_rows
 from .expert_rows import Copies, Order, Rows, Splits, rows_of
 from .hooks import Channel, Closing, Collective, finished, two_communicators
+from .prepared_hooks import peers_of
 
 
 class Routing(NamedTuple):
@@ -96,7 +100,6 @@ class Dispatched(NamedTuple):
         routing: What this rank's tokens were sent by.
         splits: How many rows have gone which way.
         sent_order: Copies of tokens, in the order of their experts.
-        received_order: ``rows``, of the rows as they arrived; None if they are the same.
     """
 
     rows: Any
@@ -105,7 +108,6 @@ class Dispatched(NamedTuple):
     routing: Routing
     splits: Splits
     sent_order: Order
-    received_order: Order | None
 
     @property
     def sends(self) -> list[int]:
@@ -258,15 +260,23 @@ class ExpertParallel(AllToAll):
             tokens go to the rank of this number in another node, and results come from there.
         backward: Communicator of their gradients, of the same ranks and nodes. None: the same one.
         experts: Experts of all ranks, a multiple of their number.
+        peers: Memory that the ranks can read from one another: what is encoded is read there, and
+            the communicators tell numbers of rows. None: they move all.
 
     Raises:
-        ValueError: If ranks of the communicators differ, or experts cannot be divided.
+        ValueError: If ranks of the communicators differ, experts cannot be divided, or peers are
+            given with nodes.
         CollectiveError: On each rank, if experts differ; by calls, if anything goes wrong on the
             wire.
     """
 
     def __init__(
-        self, forward: AnyCommunicator, backward: AnyCommunicator | None = None, *, experts: int
+        self,
+        forward: AnyCommunicator,
+        backward: AnyCommunicator | None = None,
+        *,
+        experts: int,
+        peers: PeerMemory | None = None,
     ) -> None:
         super().__init__(forward, backward)
         if integer("experts", experts) < 1 or experts % self.world_size:
@@ -274,9 +284,9 @@ class ExpertParallel(AllToAll):
                 f"experts is {experts}; allowed: multiples of {self.world_size}, the ranks"
             )
         self.experts = int(experts)
-        self._there = self._back = rows_of(self._forward, self.experts, _FAULTS)
+        self._there = self._back = rows_of(self._forward, self.experts, _FAULTS, peers)
         if self._backward is not self._forward:
-            self._back = rows_of(self._backward, self.experts, _FAULTS)
+            self._back = rows_of(self._backward, self.experts, _FAULTS, peers)
         if self._there.grid != self._back.grid:
             raise ValueError(
                 f"nodes and their ranks are {self._there.grid} forward, {self._back.grid} backward"
@@ -307,27 +317,29 @@ class ExpertParallel(AllToAll):
             ValueError: If shapes or devices do not fit.
         """
         _check_routing(x, routing)
-        copies = Copies.of(routing.experts, self.experts)
-        infinite = ~torch.isfinite(routing.weights.detach()).all()
-        splits = self._there.splits(x, copies, copies.strange.long() + 2 * infinite.long())
-        rows = _Copied.apply(x, self._there, self._back, copies, splits)
-        grouped = self._there.by_expert(splits)
-        if grouped is not None:
-            rows = _Permuted.apply(rows, *grouped)
+        copies = self._there.copies(*routing)
+        splits, made = self._there.splits(x.detach(), copies)
+        known: list[Any] = []
+
+        def know() -> None:
+            known.append(tensors.on_device(splits.table.sum(0), x.device))
+            known.append(self._there.inverse(copies.index))
+
+        rows = _Copied.apply(x, self._there, self._back, copies, splits, made, know, known)
         return Dispatched(
             rows,
             splits.table.sum(0).tolist(),
-            splits.on_device.sum(0),
+            known[0],
             routing,
             splits,
-            copies.order,
-            grouped,
+            Order(copies.index, known[1]),
         )
 
     def combine(self, y: Any, dispatched: Dispatched) -> Any:
         """Send the results of experts back, and add up those of each token by its weights.
 
-        Sums are made by PyTorch, of results and weights in the dtype of ``y``.
+        Sums are of results and weights in the dtype of ``y``: in float32 and rounded once by a
+        kernel, where there is one, else by PyTorch.
 
         Args:
             y: The results for ``dispatched.rows``, in that order: shape ``(rows, width)``. They are
@@ -358,19 +370,13 @@ class ExpertParallel(AllToAll):
                 f"y does not depend on the rows dispatched to {self._here}, which need a gradient; "
                 "needed: results that are computed from them, also of experts without tokens"
             )
-        if dispatched.received_order is not None:
-            index, inverse = dispatched.received_order
-            y = _Permuted.apply(y, inverse, index)
         there, back, splits = self._there, self._back, dispatched.splits
         y = Collective.apply(
             y,
             lambda y: there.move(y.detach().contiguous(), splits, back=True),
             lambda gradient: back.move(gradient.contiguous(), splits),
         )
-        index, inverse = dispatched.sent_order
-        weights = dispatched.routing.weights.to(y.dtype)
-        results = _Permuted.apply(y, inverse, index).view(*weights.shape, y.shape[1])
-        return torch.bmm(weights.unsqueeze(1), results).squeeze(1)
+        return weighted_rows.summed(y, dispatched.routing.weights, dispatched.sent_order)
 
 
 class MixtureOfExperts(torch.nn.Module):  # type: ignore[misc]
@@ -441,6 +447,7 @@ def connect(
     group: Any = None,
     device: Any = "cpu",
     node: int | None = None,
+    route: Literal["network", "peers", "auto"] = "network",
     **options: Any,
 ) -> ExpertParallel:
     """Make expert parallelism of the ranks of a process group.
@@ -457,6 +464,9 @@ def connect(
         node: Ranks of a node, whose numbers are consecutive: rows travel as they are within nodes,
             and encoded between nodes, a token once to all its experts of a node. Results and
             gradients of its copies travel each.
+        route: ``"network"`` sends messages; by ``"peers"`` the GPUs of a host read one another's
+            memory, not with ``node``; ``"auto"`` takes peers where it can, and not if
+            ``NCCL_P2P_DISABLE`` is set.
         **options: Arguments of ``Communicator``, for both directions, of nodes that between them.
 
     Returns:
@@ -466,9 +476,15 @@ def connect(
         TypeError: As ``Communicator``.
         ValueError: As ``Communicator`` and ``ExpertParallel``.
         CollectiveError: If ranks differ, or do not all call it within the timeout.
+        RuntimeError: If the ranks cannot read one another's memory by ``"peers"``.
     """
+    if route not in ("network", "peers", "auto") or (node is not None and route == "peers"):
+        raise ValueError(
+            f"route is {route!r}, node {node}; allowed: 'network', 'auto', 'peers' without node"
+        )
+    peers = peers_of(route, group, torch.device(device)) if node is None else None
     comms = two_communicators("moe.connect", forward, backward, group, device, options, node)
-    found = ExpertParallel(*comms, experts=experts)
+    found = ExpertParallel(*comms, experts=experts, peers=peers)
     found._group = dist.group.WORLD if group is None else group
     return found
 
@@ -525,42 +541,45 @@ class _Filled(torch.autograd.Function):  # type: ignore[misc]
         return None, ctx.of_gradient(gradient), None, None
 
 
-class _Permuted(torch.autograd.Function):  # type: ignore[misc]
-    """Rows `index` of `x`, each of which is taken once: nothing is added up for the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, index: Any, inverse: Any) -> Any:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, index)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Any) -> Any:
-        (inverse,) = ctx.saved_tensors
-        return gradient.index_select(0, inverse), None, None
-
-
 class _Copied(torch.autograd.Function):  # type: ignore[misc]
     """The copies that arrive of those of `x` that `there` sends; gradients come by `back`.
+
+    `made` is what is known of them, and `know` adds to `known`, its second the inverse of their
+    order.
 
     The gradient of a row is the sum over its copies, in the order of their experts' ranks among
     the `top_k`: the same bits every time.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Any, there: Rows, back: Rows, copies: Copies, splits: Splits) -> Any:
-        ctx.save_for_backward(copies.order.inverse)
+    def forward(
+        ctx: Any,
+        x: Any,
+        there: Rows,
+        back: Rows,
+        copies: Copies,
+        splits: Splits,
+        made: Any,
+        know: Callable[[], None],
+        known: list[Any],
+    ) -> Any:
+        found = there.spread(x.detach(), copies, splits, made, know)
+        ctx.save_for_backward(known[1])
         ctx.top_k = copies.choices.shape[1]
         ctx.back, ctx.splits = back, splits
-        return there.spread(x.detach(), copies, splits)
+        return found
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Any) -> Any:
         (inverse,) = ctx.saved_tensors
         found = ctx.back.move(gradient.contiguous(), ctx.splits, back=True)
+        kernels = weighted_rows.kernels_for(found) if found.dim() == 2 else None
+        if kernels is not None:
+            with torch.cuda.device_of(found):
+                return kernels.weighted_sum(found, None, inverse, ctx.top_k), *[None] * 7
         copies = found.index_select(0, inverse).unflatten(0, (-1, ctx.top_k))
-        return copies.sum(1), None, None, None, None
+        return copies.sum(1), *[None] * 7
 
 
 def _check_routing(x: Any, routing: Routing) -> None:

@@ -171,7 +171,7 @@ class PreparedHook:
         device = key[0]
         calls = self._calls.get(group)
         if calls is None:
-            peers = _peers(self._route, group, device)
+            peers = peers_of(self._route, group, device)
             transport = TorchDist(group, device)
             # Messages of peers are a rank's own alone: more of them cost little.
             depth = 2 if peers is None else 4
@@ -253,7 +253,7 @@ class PreparedHook:
         self.wire_bytes += work.wire_bytes
 
 
-def _peers(route: Route, group: Any, device: torch.device) -> PeerMemory | None:
+def peers_of(route: Route, group: Any, device: torch.device) -> PeerMemory | None:
     """Memory that the ranks of a group can read from one another, if that is the route."""
     if route == "network" or (route == "auto" and device.type != "cuda"):
         return None

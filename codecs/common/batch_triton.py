@@ -215,10 +215,12 @@ class Layout:
         pieces: list[Any] = [rows.view(np.int64), *[frame.words for frame in frames]]
         pieces += [np.zeros(len(rows), np.int64), firsts, owners]
         # Each at a multiple of 16 bytes: kernels have one form for all.
-        padded = [np.pad(x, (0, -x.size % (16 // x.itemsize))).view(np.int64) for x in pieces]
-        starts = np.cumsum([0, *[piece.size for piece in padded]])
-        *_, self.terms, self.firsts, self.owners, _ = starts.tolist()
-        self.words: Words = np.concatenate(padded)
+        starts = np.cumsum([0, *[-(-piece.nbytes // 16) * 2 for piece in pieces]])
+        *_, self.terms, self.firsts, self.owners, end = starts.tolist()
+        self.words: Words = np.zeros(end, np.int64)
+        data = self.words.view(np.uint8)
+        for start, piece in zip((8 * starts).tolist(), pieces, strict=False):
+            data[start : start + piece.nbytes] = piece.view(np.uint8)
         self.rows["sums"] = 8 * (self.terms + rows["sums"])
         self.rows["plan"] = 8 * starts[1:][rows["plan"]]
         self.kept: dict[str, Any] = {}

@@ -26,9 +26,9 @@ if not (dist.is_available() and dist.is_gloo_available()):
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from expert_layers import WIDTH, Expert, dense, layer_of, tokens, trained  # noqa: E402
-from tightwire.adapters.collectives import chunk_views, coding, tensors  # noqa: E402
+from tightwire.adapters.collectives import coding, message_views, tensors  # noqa: E402
 from tightwire.adapters.collectives.cost import Choice  # noqa: E402
-from tightwire.adapters.training import moe  # noqa: E402
+from tightwire.adapters.training import moe, weighted_rows  # noqa: E402
 from tightwire.adapters.transports.threads import ThreadTransport, connect, run_ranks  # noqa: E402
 
 
@@ -425,9 +425,12 @@ def test_bad_arguments() -> None:
             moe.route(logits, top_k)
 
 
-@pytest.mark.parametrize("kind", ["all_to_all", "all_to_all_v"])
-def test_damage_names_the_rank_that_sent(kind: str) -> None:
-    """Of the counts, or of what is encoded."""
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("all_gather", "counts"), ("all_to_all", "sizes"), ("all_to_all_v", "decode")],
+)
+def test_damage_names_the_rank_that_sent(kind: str, stage: str) -> None:
+    """Of the counts, of what messages need, or of what is encoded."""
 
     class Damaged(ThreadTransport):
         on = False
@@ -435,7 +438,7 @@ def test_damage_names_the_rank_that_sent(kind: str) -> None:
         def _take(self, what: str, source: int, out: Any) -> None:
             super()._take(what, source, out)
             if self.on and (what, source) == (kind, 1) and out.shape[0] > 8:
-                out[-9] ^= 4
+                out[out.shape[0] // 2] ^= 4
 
     def task(transport: ThreadTransport) -> None:
         inner = transport
@@ -451,10 +454,10 @@ def test_damage_names_the_rank_that_sent(kind: str) -> None:
             return
         with pytest.raises(tw.CollectiveError, match=r"from rank 1|ranks \[1\]") as caught:
             parallel.dispatch(x, routing)
-        assert caught.value.stage == ("counts" if kind == "all_to_all" else "decode")
+        assert caught.value.stage == stage
         inner.close()
 
-    if kind == "all_to_all":
+    if kind != "all_to_all_v":
         with pytest.raises(tw.CollectiveError, match="rank 0 has left"):
             run_ranks(2, task)
     else:
@@ -495,7 +498,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tw.Codec, "encode_many", encode)
     decode = functools.partial(tw.decode_many, backend="triton")
     monkeypatch.setattr(coding, "decode_many", decode)
-    monkeypatch.setattr(chunk_views, "Buffer", SimpleNamespace(wrap=gpu.wrap))
+    monkeypatch.setattr(message_views, "Buffer", SimpleNamespace(wrap=gpu.wrap))
 
 
 def dispatched_alone(ranks: int, codec: str) -> tuple[Any, Any]:
@@ -514,6 +517,24 @@ def test_kernels_give_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     x, rows = dispatched_alone(4, "zipccl")
     # Tokens 0 and 2 go to experts 0 and 1, the others to 2 and 3.
     assert torch.equal(rows, x[[0, 2, 0, 2, 1, 3, 1, 3]])
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_kernels_add_up_results(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch does, forward and backward."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled for the GPU here")
+    from tightwire.codecs.common import weighted_triton
+
+    def task(transport: ThreadTransport) -> list[Any]:
+        return trained(parallel_of(transport, 6), torch.float32, top_k)
+
+    wanted = run_ranks(2, task)
+    monkeypatch.setattr(weighted_rows, "kernels_for", lambda y: weighted_triton)
+    for mine, theirs in zip(run_ranks(2, task), wanted, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("codec", ["zipccl", "mx"])

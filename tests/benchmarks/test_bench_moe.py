@@ -61,6 +61,9 @@ def test_wrong_results_have_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
         def form(self, name: str) -> Any:
             return bench.Form(lambda x: x * 2, None)
 
+        def wanted(self) -> Any:
+            return self.x * 2
+
     assert bench.checked(Layer(), "mx", Layer().form("mx")) == {"wire_nbytes": 0, "vnmse": 0}
     for name, message in (("zipccl", "other bits"), ("taco", "the error is 0.25; allowed: 0.01")):
         with pytest.raises(RuntimeError, match=message):

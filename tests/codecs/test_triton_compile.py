@@ -302,7 +302,13 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
         zipccl_sums_triton,
         zipccl_windows_triton,
     )
-    from tightwire.codecs.common import dynamic_triton, fill_triton, frame_triton, norms_triton
+    from tightwire.codecs.common import (
+        dynamic_triton,
+        fill_triton,
+        frame_triton,
+        norms_triton,
+        weighted_triton,
+    )
     from tightwire.codecs.common.merged_triton import merged_kernel
     from tightwire.formats.dtypes import BY_NAME
     from tightwire.planning import device_module
@@ -313,6 +319,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     others |= {"zipccl_windows": zipccl_windows_triton, "delta_digest": delta_digest_triton}
     others |= {"zipccl_batch": zipccl_batch_triton, "zipccl_sums": zipccl_sums_triton}
     others["delta_batch"], others["fill"] = delta_batch_triton, fill_triton
+    others["weighted"] = weighted_triton
     others["resident_copy"] = resident_copy_triton
     modules = others | {name: device_module(name) for name in tw.list_codecs()}
     kernels = {
@@ -388,6 +395,10 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     table = torch.zeros(16, dtype=torch.int64)
     frame_triton._WRITE.launch(1, (table,), 0, *range(16))  # what graphs write tables by
     fill_triton.fill_if(table, 1, torch.zeros(16, dtype=torch.bfloat16), 0.0)
+    rows, weights = torch.zeros(4, 32).bfloat16(), torch.zeros(2, 2).bfloat16()
+    weighted_triton.weighted_sum(rows, weights, table[:4])
+    weighted_triton.weighted_sum(rows, None, table[:4], 2)
+    weighted_triton.weighted_sum_back(rows[:2], rows, weights, table[:4])
     data = torch.zeros(2, resident_copy_triton.LEAST_NBYTES, dtype=torch.uint8)
     resident_copy_triton.resident_copy(data[0], data[1])
     return sorted({*kernels.values(), *formats}), sorted(specialised), list(forms.values())

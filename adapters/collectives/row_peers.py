@@ -1,0 +1,136 @@
+"""Messages of rows that are read where they lie, in memory that the ranks of a host can all read.
+
+A rank encodes into its own memory, all come to a barrier, and each decodes what is for it out of
+the memory of the others. Everything fits, and no more is read than there is; on a GPU nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ...arrays import ArrayInfo
+from ...buffer import Buffer
+from ..transports.peer import PeerMemory, Region
+from . import tensors
+from .calls import Call
+from .steps import Steps
+
+#: Memory is made in multiples of this, and of its size in so many bits less one.
+_LEAST, _STEPS = 1 << 12, 4
+#: Layouts of messages that are kept.
+_KEPT = 64
+
+
+class PendingLate(NamedTuple):
+    """Who did not come to a barrier, on its way to the host: see ``Late``."""
+
+    arriving: tensors.PendingHostCopy
+    #: Takes `arriving` back when it is over.
+    spare: list[tensors.PendingHostCopy]
+
+    def settle(self, call: Call, timeout: float) -> None:
+        """Raise if there is one."""
+        (word,) = self.arriving.wait(timeout).tolist()
+        if word:
+            raise call.failure("exchange", f"rank {word - 1} did not come in time")
+        self.spare.append(self.arriving)
+
+
+class PeerMessages:
+    """As ``RowMessages``, between ranks that all know how many rows each has for each.
+
+    Args:
+        steps: Those of a session. Tensors are PyTorch's.
+        peers: The memory.
+    """
+
+    def __init__(self, steps: Steps, peers: PeerMemory) -> None:
+        self._session, self._memory, self._coding = steps.session, steps.memory, steps.coding
+        self._rank, self._size = steps.session.rank, steps.session.size
+        self._peers = peers
+        #: Calls take turns: who writes again has seen all come that read this memory before. What
+        #: is too small stays, as others may still read it.
+        self._regions: tuple[list[Region], list[Region]] = ([], [])
+        self._turn = 0
+        #: Where messages of certain plans lie, and buffers of those that come.
+        self._layouts: dict[Any, tuple[list[Any], list[Buffer]]] = {}
+        self._spare: list[tensors.PendingHostCopy] = []
+
+    def exchange(
+        self,
+        call: Call,
+        parts: Sequence[Any],
+        outs: Sequence[Any],
+        info: ArrayInfo,
+        sizes: Sequence[Sequence[int]],
+        meanwhile: Callable[[], None],
+    ) -> None:
+        """Send `parts[j]`, 1-D, to rank j, and fill `outs[i]` with what rank i sends.
+
+        Those of this rank itself are empty. `sizes[i][j]` elements go from rank i to rank j,
+        whatever a rank has for itself; `meanwhile` is called when all have come.
+        """
+        plan, dtype = self._memory.plan, info.dtype
+        nelems = {n for i, row in enumerate(sizes) for j, n in enumerate(row) if i != j}
+        stride = max(plan(dtype, n).nbytes for n in nelems)
+        region = self._region(self._size * stride)
+        there = [plan(dtype, part.shape[0]) for part in parts]
+        here = [plan(dtype, out.shape[0]) for out in outs]
+        key = id(region), stride, tuple(map(id, there)), tuple(map(id, here))
+        if key not in self._layouts:
+            if len(self._layouts) >= _KEPT:
+                self._layouts.clear()
+            self._layouts[key] = self._laid(region, stride, there, here, parts[0])
+        data, buffers = self._layouts[key]
+        self._coding.encode_to(call, parts, there, data)
+        with call.stage("exchange"):
+            region.barrier()
+            late = region.late()
+            if late is not None:
+                spare = self._spare.pop() if self._spare else None
+                arriving = tensors.PendingHostCopy(late, spare)
+                call.late.append(PendingLate(arriving, self._spare))
+        meanwhile()
+        some = [p for p in there if p.nelem]
+        call.raw_bytes += sum(p.nelem * dtype.itemsize for p in some)
+        # Nobody knows here how much of a dynamic part there is.
+        call.wire_bytes += sum(p.dynamic_offset for p in some)
+        call.exchanged = True
+        self._coding.decode_many(call, buffers, outs)
+
+    @tensors.kept
+    def _region(self, nbytes: int) -> Region:
+        """Memory of at least so many bytes, the same on all ranks."""
+        self._turn = 1 - self._turn
+        known = self._regions[self._turn]
+        if not known or known[-1].parts[self._rank].shape[0] < nbytes:
+            unit = max(_LEAST, 1 << max(0, nbytes.bit_length() - _STEPS))
+            known.append(self._peers.region(-(-nbytes // unit) * unit))
+        return known[-1]
+
+    @tensors.kept
+    def _laid(
+        self, region: Region, stride: int, there: Sequence[Any], here: Sequence[Any], like: Any
+    ) -> tuple[list[Any], list[Buffer]]:
+        """Memory of messages to each rank, and buffers of those from each."""
+        mine, begin = _tensor(region.parts[self._rank]), self._rank * stride
+        data = [mine[j * stride :][: plan.nbytes] for j, plan in enumerate(there)]
+        buffers = [
+            Buffer.wrap(plan, _tensor(part)[begin : begin + plan.nbytes])
+            for plan, part in zip(here, region.parts, strict=True)
+        ]
+        words = self._memory.status_words(like)
+        for k, buffer in enumerate(buffers):
+            if buffer._memory is not None:
+                buffer._memory.report_to(words[k : k + 1])
+        return data, buffers
+
+
+def _tensor(memory: Any) -> Any:
+    """Memory of threads is NumPy's."""
+    if tensors.is_torch(memory):
+        return memory
+    import torch
+
+    return torch.from_numpy(memory)

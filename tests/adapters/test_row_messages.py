@@ -1,0 +1,278 @@
+"""Rows in messages whose dynamic parts have a learnt capacity, and what exceeds it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import tightwire as tw
+
+torch = pytest.importorskip("torch")
+
+from expert_layers import trained  # noqa: E402
+from tightwire.adapters.collectives.row_exchange import RowExchange  # noqa: E402
+from tightwire.adapters.collectives.row_messages import Learnt  # noqa: E402
+from tightwire.adapters.training import moe  # noqa: E402
+from tightwire.adapters.transports.peer import connect_threads  # noqa: E402
+from tightwire.adapters.transports.threads import ThreadTransport, run_ranks  # noqa: E402
+
+WIDTH = 256
+
+
+class Counting(ThreadTransport):
+    """Counts calls that move rows, and bytes that they send to others."""
+
+    def __init__(self, inner: ThreadTransport) -> None:
+        super().__init__(inner.rank, inner._pipes, inner.timeout)
+        self.calls = self.nbytes = 0
+
+    def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
+        self.calls += 1
+        self.nbytes += sum(int(x.shape[0]) for row in xs for x in row)
+        super().all_to_all_v(outs, xs)
+
+
+def rows_of(seed: int, count: int, hard: bool) -> Any:
+    """Bfloat16 rows: of a normal distribution, or of any bits, which have many escapes."""
+    generator = torch.Generator().manual_seed(seed)
+    if hard:
+        bits = torch.randint(-(2**15), 2**15, (count, WIDTH), generator=generator)
+        return bits.to(torch.int16).view(torch.bfloat16)
+    return torch.randn(count, WIDTH, generator=generator).bfloat16()
+
+
+def swapped(
+    exchange: RowExchange, table: list[list[int]], hard: Sequence[bool], purpose: str = ""
+) -> bool:
+    """Send rows, `table[i][j]` from rank i to rank j, those of some ranks hard to encode.
+
+    Returns whether all have come as they were.
+    """
+    ranks, me = len(table), exchange._comm.rank
+    sent = [rows_of(rank, sum(table[rank]), hard[rank]) for rank in range(ranks)]
+    receives = [row[me] for row in table]
+    out = torch.empty(sum(receives), WIDTH, dtype=torch.bfloat16)
+    exchange.move(sent[me], out, table[me], receives, purpose=purpose)
+    wanted = [x.split(row)[me] for x, row in zip(sent, table, strict=True)]
+    return bool(torch.equal(out.view(torch.int16), torch.cat(wanted).view(torch.int16)))
+
+
+def exchanged(calls: list[tuple[list[list[int]], list[bool]]]) -> list[list[tuple[int, int]]]:
+    """Make these calls on all ranks; by rank, calls of the network and bytes sent by each."""
+
+    def task(transport: ThreadTransport) -> list[tuple[int, int]]:
+        counting = Counting(transport)
+        exchange = RowExchange(tw.Communicator(counting), len(calls[0][0]), [])
+        found = []
+        for table, hard in calls:
+            before = counting.calls, counting.nbytes
+            assert swapped(exchange, table, hard)
+            found.append((counting.calls - before[0], counting.nbytes - before[1]))
+            record = exchange._session.trace(last=1)[0]
+            # Beside these each rank tells each other what its message needs.
+            assert record.wire_bytes == found[-1][1] + 16 * (len(table) - 1)
+            others = sum(table[counting.rank]) - table[counting.rank][counting.rank]
+            assert record.raw_bytes == 2 * WIDTH * others
+        return found
+
+    return run_ranks(len(calls[0][0]), task)
+
+
+EQUAL = [[40, 40, 40]] * 3
+
+
+def test_what_exceeds_the_first_capacity_follows() -> None:
+    hard = [True] * 3
+    for calls in exchanged([(EQUAL, hard), (EQUAL, hard), (EQUAL, hard)]):
+        # Then it is known.
+        assert [count for count, _ in calls] == [2, 1, 1]
+        assert calls[0][1] <= calls[1][1] == calls[2][1]
+
+
+def test_what_exceeds_a_learnt_capacity_follows() -> None:
+    easy, hard = [False] * 3, [True] * 3
+    for calls in exchanged([(EQUAL, easy), (EQUAL, easy), (EQUAL, hard), (EQUAL, easy)]):
+        assert [count for count, _ in calls] == [1, 1, 2, 1]
+        raw = 2 * 2 * 40 * WIDTH
+        assert calls[1][1] < 0.78 * raw
+
+
+def test_only_those_whose_messages_exceed_take_part() -> None:
+    """The others do not even make the call."""
+    table = [[5, 30, 0], [7, 1, 50], [20, 40, 3]]
+    # Of rank 0 only rank 1 gets rows.
+    counts = [
+        [count for count, _ in calls]
+        for calls in exchanged([(table, [False] * 3), (table, [True, False, False])])
+    ]
+    assert counts == [[1, 2], [1, 2], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        [[0, 0], [0, 0]],
+        [[9, 0], [0, 0]],
+        [[0, 90], [0, 0]],
+        [[0, 0], [1, 0]],
+        [[3, 100], [1, 2]],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("hard", [False, True])
+def test_uneven_rows(table: list[list[int]], hard: bool) -> None:
+    exchanged([(table, [hard] * 2), (EQUAL_2, [not hard] * 2), (table, [hard] * 2)])
+
+
+EQUAL_2 = [[30, 30]] * 2
+
+
+def test_what_is_alike_is_learnt_together() -> None:
+    """Tokens and results are not."""
+
+    def task(transport: ThreadTransport) -> int:
+        counting = Counting(transport)
+        exchange = RowExchange(tw.Communicator(counting), 2, [])
+        for _ in range(3):
+            assert swapped(exchange, EQUAL_2, [False] * 2, "there")
+            assert swapped(exchange, EQUAL_2, [True] * 2, "back")
+        return counting.calls
+
+    assert run_ranks(2, task) == [7, 7]
+
+
+@pytest.mark.parametrize("codec", ["zipccl", "mx"])
+def test_a_rank_in_another_call_is_named(codec: str) -> None:
+    def task(transport: ThreadTransport) -> None:
+        comm = tw.Communicator(transport, codec)
+        exchange = RowExchange(comm, 2, [])
+        x, out = rows_of(0, 60, False), torch.empty(60, WIDTH, dtype=torch.bfloat16)
+        if transport.rank:
+            # As wide rows of as many bytes, but another dtype.
+            x, out = x.view(torch.float16), out.view(torch.float16)
+        with pytest.raises(tw.CollectiveError, match=r"ranks \[.\] make another call") as caught:
+            exchange.move(x, out, [30, 30], [30, 30])
+        assert caught.value.stage == "sizes"
+        with pytest.raises(tw.CollectiveError, match="an earlier call has failed"):
+            exchange.move(x, out, [30, 30], [30, 30])
+
+    run_ranks(2, task)
+
+
+def test_a_layer_has_the_same_bits_whatever_exceeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of every message in the forward and the backward pass."""
+    monkeypatch.setattr(Learnt, "capacity", lambda *args: 0)
+
+    def task(transport: ThreadTransport) -> None:
+        plain = tw.Communicator(transport, "raw", algorithm="native")
+        wanted = trained(moe.ExpertParallel(plain, experts=6), torch.bfloat16, 2)
+        counting = Counting(transport)
+        parallel = moe.ExpertParallel(tw.Communicator(counting), experts=6)
+        found = trained(parallel, torch.bfloat16, 2)
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+        assert counting.calls == 8
+
+    run_ranks(3, task)
+
+
+def test_capacities() -> None:
+    learnt = Learnt()
+    assert learnt.capacity(1 << 20, 1 << 16) == 1 << 11
+    assert learnt.capacity(128, 1 << 16) == 128
+    for need in (1000, 500):
+        learnt.learn(need, 1 << 16)
+    assert learnt.capacity(1 << 20, 1 << 17) == 2560
+    for _ in range(16):
+        learnt.learn(0, 1 << 16)
+    assert learnt.capacity(1 << 20, 1 << 17) == 0
+
+
+# Out of peers' memory.
+
+
+@pytest.mark.parametrize("codec", ["zipccl", "mx"])
+def test_a_layer_out_of_peers_memory(codec: str) -> None:
+    """It has the bits of one over the network, and sends numbers of rows alone."""
+    ranks = 3
+    memory = connect_threads(ranks)
+
+    def task(transport: ThreadTransport) -> None:
+        plain = moe.ExpertParallel(tw.Communicator(transport, codec), experts=6)
+        wanted = trained(plain, torch.bfloat16, 2)
+        counting = Counting(transport)
+        comm = tw.Communicator(counting, codec)
+        parallel = moe.ExpertParallel(comm, experts=6, peers=memory[transport.rank])
+        for _ in range(2):
+            found = trained(parallel, torch.bfloat16, 2)
+            for a, b in zip(found, wanted, strict=True):
+                assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+        assert counting.calls == 0
+        assert 0 < parallel.wire_bytes < 0.85 * parallel.raw_bytes
+
+    run_ranks(ranks, task)
+
+
+def test_peers_memory_grows() -> None:
+    memory = connect_threads(2)
+    tables = [[[3, 5], [7, 1]], [[0, 0], [0, 0]], [[0, 300], [2, 0]], [[1, 0], [400, 9]]]
+
+    def task(transport: ThreadTransport) -> None:
+        peers = memory[transport.rank]
+        exchange = RowExchange(tw.Communicator(transport), 2, [], peers)
+        me = transport.rank
+        for table in tables * 3:
+            sent = [rows_of(rank, sum(table[rank]), rank == 1) for rank in range(2)]
+            receives = [row[me] for row in table]
+            out = torch.empty(sum(receives), WIDTH, dtype=torch.bfloat16)
+            exchange.move(sent[me], out, table[me], receives, pairs=table)
+            wanted = [x.split(row)[me] for x, row in zip(sent, table, strict=True)]
+            assert torch.equal(out.view(torch.int16), torch.cat(wanted).view(torch.int16))
+
+    run_ranks(2, task)
+
+
+def test_damage_in_peers_memory_names_the_rank() -> None:
+    memory = connect_threads(2)
+
+    def task(transport: ThreadTransport) -> None:
+        exchange = RowExchange(tw.Communicator(transport), 2, [], memory[transport.rank])
+        coding: Any = exchange._steps.coding
+        encode = coding.encode_to
+
+        def damaged(call: Any, parts: Any, plans: Any, outs: Any) -> None:
+            encode(call, parts, plans, outs)
+            if transport.rank == 1:
+                outs[0][plans[0].static_offset + 7] ^= 1
+
+        coding.encode_to = damaged
+        x, out = rows_of(0, 60, False), torch.empty(60, WIDTH, dtype=torch.bfloat16)
+        move = functools.partial(exchange.move, x, out, [30, 30], [30, 30], pairs=EQUAL_2)
+        if transport.rank:
+            move()
+            return
+        with pytest.raises(tw.CollectiveError, match="from rank 1"):
+            move()
+
+    run_ranks(2, task)
+
+
+def test_ranks_that_differ_in_peers() -> None:
+    memory = connect_threads(2)
+
+    def task(transport: ThreadTransport) -> None:
+        peers = memory[0] if transport.rank == 0 else None
+        with pytest.raises(tw.CollectiveError, match="2 bins of rows, out of peers' memory"):
+            moe.ExpertParallel(tw.Communicator(transport), experts=2, peers=peers)
+
+    run_ranks(2, task)
+
+
+def test_routes() -> None:
+    choices: list[tuple[Any, int | None]] = [("peer", None), ("peers", 2)]
+    for route, node in choices:
+        with pytest.raises(ValueError, match="allowed: 'network', 'auto', 'peers' without node"):
+            moe.connect(4, route=route, node=node)
