@@ -152,7 +152,7 @@ class RowExchange:
                 second row. In the first, ``mine[0, b]`` rows are for bins before ``b``, for ``b``
                 from 0 to the number of all ranks' bins; other words follow.
             bad: Gives bits of a fault by rank for the words of all, shape ``(ranks, words)``.
-            meanwhile: Called when the words are on their way.
+            meanwhile: Called when the words are in flight.
 
         Raises:
             CollectiveError: As ``counts``.
@@ -213,7 +213,7 @@ class RowExchange:
         """Send rows to ranks and receive theirs, as many as ranks have told each other.
 
         A rank's own rows are not encoded. With a dynamic part the host waits for what others need
-        when all is on its way.
+        when all is in flight.
 
         Args:
             x: Those for rank 0 first: shape ``(sum(sends), ...)``.
@@ -222,7 +222,7 @@ class RowExchange:
             receives: Rows from each rank.
             plain: Rows go as they are, whatever the codec.
             purpose: What calls have in common whose data are alike.
-            meanwhile: Called when rows are on their way.
+            meanwhile: Called when rows are in flight.
             own: Called then in place of a copy of this rank's own rows, if they are `own_apart`.
             stream: Where on a GPU runs what does not wait for the network: that which has made
                 ``x``. None: the current one.

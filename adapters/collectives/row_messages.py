@@ -50,7 +50,7 @@ class Learnt:
 
 
 class PendingDigests(NamedTuple):
-    """Digests of messages, on their way to the host: see ``Late``."""
+    """Digests of messages, in flight to the host: see ``Late``."""
 
     arriving: tensors.PendingHostCopy
     senders: Sequence[int]
@@ -98,7 +98,7 @@ class RowMessages:
         """Send `parts[j]`, 1-D, to rank j, and fill `outs[i]` with what rank i sends.
 
         Those of this rank itself are empty. `purpose` is what messages are alike in that need as
-        much, `meanwhile` is called when they are on their way.
+        much, `meanwhile` is called when they are in flight.
         """
         prefix = self._session.fixed
         send = self._views("send", parts, info.dtype, prefix)

@@ -23,7 +23,7 @@ _KEPT = 64
 
 
 class PendingLate(NamedTuple):
-    """Who did not come to a barrier, on its way to the host: see ``Late``."""
+    """Who did not come to a barrier, in flight to the host: see ``Late``."""
 
     arriving: tensors.PendingHostCopy
     #: Takes `arriving` back when it is over.

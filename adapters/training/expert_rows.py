@@ -275,7 +275,7 @@ class Rows:
     ) -> Any:
         """Send the copies of rows of `x`; returns those that arrive, by expert.
 
-        `made` is what `splits` has given; `meanwhile` is called when they are on their way.
+        `made` is what `splits` has given; `meanwhile` is called when they are in flight.
         """
         return self.move(made, splits, meanwhile=meanwhile)
 
@@ -301,7 +301,7 @@ class Rows:
             out = x.new_empty((sum(come), *elsewhere))
             moving(x, out, leave, come)
             return blocks.ordered(out) if blocks is not None and not back else out
-        # What a rank has for itself is copied while the others' rows are on their way.
+        # What a rank has for itself is copied while the others' rows are in flight.
         rank, own_rows = self._rank, leave[self._rank]
         alone = [0 if i == rank else n for i, n in enumerate(splits.receives)]
         begin = sum(splits.sends[:rank])
