@@ -121,8 +121,8 @@ def to_loss(curve: Sequence[Sequence[float]], loss: float) -> float | None:
     return None
 
 
-def zipccl(folder: Path, steps: Steps) -> list[Experiment]:
-    """Figures 9 and 10 of ZipCCL."""
+def zipccl(folder: Path, steps: Steps, wide: Steps) -> list[Experiment]:
+    """Figures 9 and 10 of ZipCCL; `wide` has steps of a wider model."""
     recorded = load(folder, "collectives_4.json")
 
     def collective(name: str) -> str:
@@ -145,6 +145,12 @@ def zipccl(folder: Path, steps: Steps) -> list[Experiment]:
             "1.18 x on 64 A6000, 1.13 x on 16 H800; asked 1.13 x",
             steps.speeds(dense, step_speed),
             "training.jsonl: `fsdp, zipccl`",
+        ),
+        Experiment(
+            "the same with layers of 4096, which keep the GPU busy for longer than the host",
+            "1.18 x on 64 A6000, 1.13 x on 16 H800; asked 1.13 x",
+            wide.speeds(dense, step_speed),
+            "training_wide.jsonl: `fsdp, zipccl`",
         ),
         Experiment(
             "figure 9, step of a model with experts (DeepSeek-V3, Qwen3-MoE)",
@@ -318,8 +324,8 @@ def _time_to_loss(row: dict[str, Any], native: dict[str, Any]) -> list[str]:
     return found
 
 
-def taco(folder: Path, steps: Steps) -> list[Experiment]:
-    """Tables 1 to 3 and figures 15 and 17 of TACO."""
+def taco(folder: Path, steps: Steps, wide: Steps) -> list[Experiment]:
+    """Tables 1 to 3 and figures 15 and 17 of TACO; `wide` has steps of a wider model."""
     accuracy = runs_of(load(folder, "accuracy.json"))
     three = runs_of(load(folder, "three_dimensions.json"))
     by_tp = {P2P_OFF: "tp, taco, network", NVLINK: "tp, taco, peers"}
@@ -367,6 +373,12 @@ def taco(folder: Path, steps: Steps) -> list[Experiment]:
             steps.speeds(by_tp, step_speed),
             "training.jsonl: `tp, taco`",
         ),
+        Experiment(
+            "the same with layers of 4096",
+            "1.23 x (2.7B), 1.29 x (6.7B)",
+            wide.speeds(by_tp, step_speed),
+            "training_wide.jsonl: `tp, taco`",
+        ),
     ]
 
 
@@ -390,7 +402,7 @@ WHY = {
     "sees a few hundred. Seeds end further apart here than codecs do there, so that no order of "
     "codecs follows from ours. A token of TahQuant is a row of 160 elements here.",
 }
-GPU_RECORDS = "training.jsonl, moe.jsonl, prepared.jsonl"
+GPU_RECORDS = "training.jsonl, training_wide.jsonl, moe.jsonl, prepared.jsonl"
 #: What makes the records that no other page lists, by file.
 COMMANDS = {
     "tagc_long.json": "study_tagc.py --steps 400 --every 40 --curve 128 --seed 0 --config "
@@ -488,13 +500,14 @@ def three_lines(recorded: dict[str, Any] | None) -> list[str]:
 
 def page(folder: Path) -> list[str]:
     """The lines of the page."""
-    steps, moe = Steps(folder, "training.jsonl"), Steps(folder, "moe.jsonl")
+    steps, wide = Steps(folder, "training.jsonl"), Steps(folder, "training_wide.jsonl")
+    moe = Steps(folder, "moe.jsonl")
     papers = {
-        "ZipCCL": (zipccl(folder, steps), []),
+        "ZipCCL": (zipccl(folder, steps, wide), []),
         "NCCLX": (ncclx(moe), []),
         "TAGC": (tagc(folder, steps), gap_lines(load(folder, "tagc_long.json"))),
         "DynamiQ": (dynamiq(folder, steps), loss_lines(load(folder, "ddp_long.json"))),
-        "TACO": (taco(folder, steps), three_lines(load(folder, "three_dimensions.json"))),
+        "TACO": (taco(folder, steps, wide), three_lines(load(folder, "three_dimensions.json"))),
     }
     lines = ["# Training: the papers' experiments at our size", "", HEAD, ""]
     for name, (experiments, more) in papers.items():

@@ -129,7 +129,7 @@ _RANKS = {
 }
 _STEPS = {
     "training_steps.md": "bench_training.py",
-    "training_wide.md": "bench_training.py --layers 8 --width 4096 --heads 32 --suite fsdp ddp "
+    "training_wide.md": "bench_training.py --layers 8 --width 4096 --heads 32 --suite fsdp ddp tp "
     "--out benchmarks/results/training_wide.jsonl",
     "prepared.md": "bench_peers.py",
     "moe.jsonl": "bench_moe.py",
