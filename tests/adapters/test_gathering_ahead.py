@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from tightwire.adapters.errors import CollectiveError  # noqa: E402
-from tightwire.adapters.training import fsdp, prepared_fsdp  # noqa: E402
+from tightwire.adapters.training import fsdp, prepared_fsdp, tagc  # noqa: E402
 from tightwire.adapters.training.gathering_ahead import GatheringAhead  # noqa: E402
 from tightwire.adapters.training.prepared_fsdp import PreparedGather  # noqa: E402
 
@@ -225,6 +225,15 @@ def evaluated(device: Any) -> None:
                             model(torch.ones(3, WIDTH))
                 train(model, 4)
                 assert model.asks == [2, 2, 2, 1, 0], (first, step)
+
+
+def other_hooks(device: Any) -> None:
+    """Hooks of tagc gather parameters ahead, too, as many as they are told."""
+    for count, lists in ((None, [2, 2, 2, 1, 0]), (0, [0] * BLOCKS)):
+        model = make()
+        with tagc.compress(model, tagc.Tagc(ratio=4), route="network", ahead=count):
+            train(model, 4)
+            assert model.asks == lists
 
 
 def several_roots(device: Any) -> None:
@@ -439,6 +448,7 @@ def test_a_forward_without_an_end_is_not_remembered() -> None:
         "own_lists",
         "not_used",
         "evaluated",
+        "other_hooks",
         "several_roots",
         "called_again",
         "known_to_fit",
