@@ -62,7 +62,7 @@ class Judged:
         lacks = self._lacks(slot)
         damaged = self._damage(slot, call, lacks and not work.certain)
         if lacks and work.certain and damaged is None:
-            damaged = call.failure("encode", "a message did not fit, though its data had fitted")
+            damaged = call.failure("encode", "a message did not fit, though it had fitted before")
         if damaged is not None:
             if self._learns or self._calls.route.reads_sizes:
                 # Perhaps the others have learnt other capacities from it, or make it once more.

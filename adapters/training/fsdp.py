@@ -610,8 +610,9 @@ def compress(
             ``measurements``, which is as in ``Communicator``, ``ahead`` and ``keep_nbytes``.
             ``ahead`` is how many modules FSDP gathers ahead in forward, once two forwards in a row
             have had the same order, by ``set_modules_to_forward_prefetch``, unless you have called
-            that; FSDP holds the parameters of so many modules more. None: 2 with ``"network"``,
-            where the host waits for gathers, and 0 else. ``keep_nbytes`` is bytes of memory for
+            that; FSDP holds the parameters of so many modules more. Modules have to have one root,
+            which is compressed, too. None: 2 with ``"network"``, where the host waits for gathers,
+            and 0 else. ``keep_nbytes`` is bytes of memory for
             encoded shards. Over the network, a shard that has not changed since the last gather
             is not encoded again, if there is memory for it. None: 256 MiB on the host, where shards
             are compared with copies, and 0, which keeps nothing, on a GPU. There nothing is

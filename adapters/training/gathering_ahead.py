@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch
+
+from .leaving import param_groups
+
+#: How often an order is learnt. Models whose order changes again and again gather nothing ahead.
+_TRIES = 3
+#: Gathers after which a forward has no end that anybody tells: its root has no hooks.
+_MOST = 1 << 14
 
 
 class GatheringAhead:
@@ -12,9 +22,15 @@ class GatheringAhead:
     that waits there until they are known to be right queues no other gather meanwhile, and the
     network is idle while it queues the module's kernels.
 
-    The order is that of two forwards in a row. If a later one differs, nothing is gathered ahead
-    any more. Modules for which the user has asked for others, by
-    ``set_modules_to_forward_prefetch``, keep these, and so do all.
+    The order is that of two forwards in a row. Modules may be missing in later ones that still have
+    their parameters, as after an evaluation. If the order is another one, or modules did not need
+    what was gathered, nothing is gathered ahead until the next two forwards that are alike. Where
+    the user asks for others, by ``set_modules_to_forward_prefetch``, nothing is gathered ahead
+    besides.
+
+    FSDP is asked at the first gather of each forward, and no longer when that has ended: backward
+    may call modules once more. What was gathered ahead does not outlive the forward either:
+    parameters may change behind it.
 
     Args:
         count: How many modules are ahead. 0: none.
@@ -22,55 +38,130 @@ class GatheringAhead:
 
     def __init__(self, count: int) -> None:
         self._count = count
+        self._tries = _TRIES
         #: The modules of this forward so far, and of the one before it.
         self._now: list[Any] = []
         self._before: list[Any] = []
-        #: The modules that gather ahead.
-        self._set: list[Any] = []
+        #: The modules of a forward in which some gather ahead.
+        self._order: list[Any] = []
+        #: Those that do in this forward, and their lists of FSDP's.
+        self._asked: list[tuple[Any, Any]] = []
 
     @property
     def active(self) -> bool:
         """Whether modules gather ahead."""
-        return bool(self._set)
+        return bool(self._order)
 
-    def note(self, module: Any, begins: bool) -> None:
+    def note(self, module: Any) -> None:
         """Note a gather of a forward.
 
         Args:
             module: The FSDP module.
-            begins: Whether it is the first one of a forward.
         """
         if not self._count:
             return
-        if begins:
-            if self._before and self._now == self._before:
-                self._begin()
-            elif self._set:
-                self.end()
-                return
-            self._before, self._now = self._now, []
+        if not self._now:
+            self._ask()
         self._now.append(module)
+        if len(self._now) > _MOST:
+            self.end()
 
-    def _begin(self) -> None:
-        if self._set:
-            return
-        if len(set(self._now)) < len(self._now) or any(_asks(m) for m in self._now):
+    def _ask(self) -> None:
+        if any(_lists(module) for module in self._order):
             self.end()
             return
-        for at, module in enumerate(self._now[:-1], 1):
-            module.set_modules_to_forward_prefetch(self._now[at : at + self._count])
-            self._set.append(module)
+        for at, module in enumerate(self._order[:-1], 1):
+            module.set_modules_to_forward_prefetch(self._order[at : at + self._count])
+            self._asked.append((module, _lists(module)))
+
+    def _ask_no_more(self) -> None:
+        for module, lists in self._asked:
+            # Not what the user has set since.
+            if _lists(module) is lists:
+                module.set_modules_to_forward_prefetch([])
+        self._asked = []
+
+    def end_forward(self) -> None:
+        """Say that a forward has ended, or raised. All ranks do, between the same gathers.
+
+        Raises:
+            CollectiveError: If what nobody needed was damaged, or a rank was late.
+        """
+        self._ask_no_more()
+        now, self._now = self._now, []
+        unused = [module for module in self._order if _is_gathered(module)]
+        if unused or not _is_part(now, self._order or now):
+            self._order = []
+            self._tries -= 1
+            if not self._tries:
+                self._count = 0
+        elif now and self._count and not self.active and now == self._before:
+            self._learn(now)
+        self._before = now or self._before
+        for module in unused:
+            _drop(module)
+
+    def _learn(self, modules: list[Any]) -> None:
+        if len(set(modules)) < len(modules) or any(_lists(module) for module in modules):
+            self.end()
+        else:
+            self._order = modules
 
     def end(self) -> None:
         """Gather nothing ahead any more."""
-        for module in self._set:
-            module.set_modules_to_forward_prefetch([])
-        self._count = 0
-        for modules in (self._set, self._now, self._before):
-            modules.clear()
+        self._ask_no_more()
+        self._order, self._now, self._count = [], [], 0
 
 
-def _asks(module: Any) -> bool:
-    """Whether the user has said what a module gathers ahead."""
-    # Nothing public tells.
-    return bool(module._get_fsdp_state()._states_to_forward_prefetch)
+def _is_part(some: Sequence[Any], modules: Sequence[Any]) -> bool:
+    """Whether modules come in the order of others, of which some may be missing."""
+    rest = iter(modules)
+    return all(module in rest for module in some)
+
+
+# Nothing public tells what follows.
+
+
+def _lists(module: Any) -> Any:
+    """What an FSDP module gathers ahead in forward."""
+    return module._get_fsdp_state()._states_to_forward_prefetch
+
+
+def _is_gathered(module: Any) -> bool:
+    """Whether a module's parameters were gathered, and nobody has used them yet."""
+    return any(group._all_gather_result is not None for group in param_groups(module))
+
+
+def _drop(module: Any) -> None:
+    """Drop what was gathered and not used, as FSDP does behind backward."""
+    for group in param_groups(module):
+        result, group._all_gather_result = group._all_gather_result, None
+        if result is None:
+            continue
+        event, work = result.all_gather_event, result.all_gather_work
+        if event is not None:
+            group.device_handle.current_stream().wait_event(event)
+            # Its memory is taken again by what these streams gather next.
+            group._wait_all_gather_streams_on_event(event)
+        if isinstance(work, torch.distributed.Work):
+            work.wait()
+
+
+def forward_context(module: Any) -> Any:
+    """What the FSDP modules of one root have in common; no others wait for one another's streams.
+
+    Args:
+        module: The FSDP module.
+    """
+    return module._get_fsdp_state()._state_ctx
+
+
+def is_outermost(module: Any) -> bool:
+    """Whether a forward ends with that of this FSDP module, of which FSDP's hook comes first.
+
+    Args:
+        module: The module.
+    """
+    state = module._get_fsdp_state()
+    # FSDP's hook does not run if the module has raised.
+    return state._state_ctx.iter_forward_root in (None, state)

@@ -17,7 +17,7 @@ from ...planning import integer
 from ..collectives.kept_messages import Budget, KeptMessage
 from ..collectives.prepared_work import Work
 from ..errors import CollectiveError
-from .gathering_ahead import GatheringAhead
+from .gathering_ahead import GatheringAhead, forward_context, is_outermost
 from .leaving import ModuleHooks, param_groups
 from .prepared_hooks import EndOfBackward, Pending, PreparedHook, Route
 from .shard_state import ShardState, shard_state
@@ -34,7 +34,7 @@ _LATE = 2
 class GatherWork(dist.Work):  # type: ignore[misc, unused-ignore]
     """What FSDP waits for before it uses gathered parameters.
 
-    The host waits only if they may turn out to be wrong. FSDP itself has its stream wait.
+    The host waits only if a message may not have fitted. FSDP itself has its stream wait.
     """
 
     def __init__(self, work: Work) -> None:
@@ -81,13 +81,17 @@ class PreparedGather(PreparedHook):
         self._keep_nbytes = keep_nbytes
         if ahead is None:
             ahead = _AHEAD if route == "network" else 0
-        #: By process group.
+        #: By process group and what FSDP modules of one root have in common.
         self._ahead: dict[Any, GatheringAhead] = collections.defaultdict(
             functools.partial(GatheringAhead, ahead)
         )
+        self._looks_ahead = ahead > 0
+        #: Of hooks that tell when a forward has ended.
+        self._handles: list[Any] = []
         self._budget: Budget | None = None
         self._kept: list[KeptMessage] = []
         self._made = Pending()
+        self._end = EndOfBackward(self.judge)
         #: Gathers outside of backward so far.
         self.forwards = 0
 
@@ -97,7 +101,20 @@ class PreparedGather(PreparedHook):
         Args:
             module: The module.
         """
+        if self._looks_ahead:
+            # Also a forward that raises ends.
+            hook = module.register_forward_hook(self._end_forward, always_call=True)
+            self._handles.append(hook)
         return _Gather(self, module)
+
+    def _end_forward(self, module: Any, *_: Any) -> None:
+        """Called behind the forward of every FSDP module."""
+        if torch._C._current_graph_task_id() != -1 or not is_outermost(module):
+            return
+        context = forward_context(module)
+        for (_, own), ahead in list(self._ahead.items()):
+            if own is context:
+                ahead.end_forward()
 
     @property
     def sent_again(self) -> int:
@@ -129,15 +146,24 @@ class PreparedGather(PreparedHook):
             module: The FSDP module.
         """
         with self._lock:
-            self._ahead[group].note(module, self._repeats(group, module))
+            self._repeats(group, module)
+            if self._looks_ahead:
+                self._ahead[group, forward_context(module)].note(module)
 
     def close(self) -> None:
         """See ``PreparedHook``."""
         super().close()
+        for handle in self._handles:
+            handle.remove()
         for ahead in self._ahead.values():
             ahead.end()
+        self._ahead.clear()
         for kept in self._kept:
             kept.free()
+
+    def judge_later(self) -> None:
+        """Have `judge` be called before this backward returns, also if it sums no gradients."""
+        self._end.ask()
 
     def judge(self) -> None:
         """Raise what is wrong with gathers that were made so far; waits for them.
@@ -280,8 +306,10 @@ class _Gather:
     def note(self, work: Work) -> None:
         """Note a gather by this hook.
 
-        What backward gathers has fitted in forward, if it has not changed since: it is not waited
-        for.
+        What has fitted in forward is not waited for in backward. All ranks must find the same here,
+        or some would make a call once more, and others not. So only what all of them know counts,
+        and not that one has changed its own shard: if that does not fit any more, it is an error on
+        all ranks.
 
         Args:
             work: Its work.
@@ -289,8 +317,10 @@ class _Gather:
         state, forward = self._state, self._forward
         if torch._C._current_graph_task_id() == -1:
             self._forward = None if state is None else (state, work)
-        elif state is not None and forward is not None and forward[0] == state:
+        elif state is not None and forward is not None and state.is_of_the_step_of(forward[0]):
             work.certain = work.has_room_for(forward[1])
+            if work.certain:
+                self._hook.judge_later()
 
 
 class PreparedScatter(PreparedHook):

@@ -23,13 +23,24 @@ class ShardState:
 
     def __init__(self, tensors: list[Any], span: int) -> None:
         self._tensors = [weakref.ref(x) for x in tensors]
-        self._facts = span, _steps()[0], [x._version for x in tensors]
+        self._step = span, _steps()[0]
+        self._versions = [x._version for x in tensors]
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ShardState) or self._facts != other._facts:
+        if not isinstance(other, ShardState) or not self.is_of_the_step_of(other):
+            return False
+        if self._versions != other._versions:
             return False
         rows = zip(self._tensors, other._tensors, strict=True)
         return all(a() is not None and a() is b() for a, b in rows)
+
+    def is_of_the_step_of(self, other: ShardState) -> bool:
+        """Whether no optimizer has stepped between two states of one span. All ranks find the same.
+
+        Args:
+            other: The other state.
+        """
+        return self._step == other._step
 
 
 def shard_state(groups: list[Any], span: int) -> ShardState | None:

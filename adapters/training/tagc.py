@@ -409,8 +409,8 @@ def compress(
             a node are summed as they are, and index and sketch of the sums go between nodes.
         route: How parameters travel, as in ``fsdp.compress``: with another route than ``"exact"``
             by prepared calls, so that the host does not wait for their sizes. Gradients travel as
-            before. Options are ``codec``, ``checksum``, ``seed``, ``keep_nbytes`` and, with
-            ``"auto"``, ``measurements`` then.
+            before. Options are ``codec``, ``checksum``, ``seed``, ``keep_nbytes``, ``ahead`` and,
+            with ``"auto"``, ``measurements`` then.
         **options: Arguments of ``Communicator``.
 
     Returns:
@@ -422,13 +422,13 @@ def compress(
             ``"exact"``; if there is no FSDP module, or one with several
             meshes; by the first call, if the index mode does not allow so many ranks.
     """
-    check_route(route, options, ("keep_nbytes",))
+    check_route(route, options, ("keep_nbytes", "ahead"))
     gathers: PreparedGather | None = None
     if route != "exact":
         if node is not None:
             raise ValueError(f"route is {route!r}, node {node}; allowed with node: 'exact'")
         gathers = PreparedGather(route, **options)
-        for own in ("keep_nbytes", "measurements"):
+        for own in ("keep_nbytes", "ahead", "measurements"):
             options.pop(own, None)
     state, tagc, options = _checked(compress, state, tagc, options)
     modules = fsdp_modules(module)
