@@ -266,6 +266,23 @@ def test_batches_and_shapes_of_a_layer() -> None:
     run_ranks(2, task)
 
 
+def test_autocast_leaves_sums_of_results_alone() -> None:
+    """As kernels do."""
+
+    def task(transport: ThreadTransport) -> None:
+        parallel = parallel_of(transport, 2)
+        x, logits = tokens(transport.rank, 2, torch.float32, 30)
+        with torch.autocast("cpu", torch.bfloat16):
+            came = parallel.dispatch(x, moe.route(logits, 2))
+            y = parallel.combine(came.rows, came)
+        assert y.dtype == torch.float32
+        torch.testing.assert_close(y, x)
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, torch.ones_like(x))
+
+    run_ranks(2, task)
+
+
 # torch.distributed.all_to_all_single.
 
 
