@@ -316,6 +316,25 @@ def test_objects_that_do_not_fit() -> None:
         moe.ExpertParallel(alone, Communicator(connect(1)[0]), experts=2)
 
 
+def test_ranks_may_differ_in_experts_of_a_token() -> None:
+    """One each on some ranks: all go the way of those that have several."""
+
+    def task(parallel: moe.ExpertParallel) -> list[Any]:
+        x = tokens(parallel.rank, 4, torch.float32, 20)[0]
+        top_k = (1, 3, 2, 1)[parallel.rank]
+        numbers = torch.arange(20 * top_k).view(20, top_k) % 4
+        came = parallel.dispatch(x, moe.Routing(numbers, torch.ones(20, top_k)))
+        y = parallel.combine(came.rows, came)
+        assert torch.equal(y, top_k * x)
+        y.sum().backward()
+        return [came.rows.detach(), x.grad]
+
+    wanted = run_ranks(4, lambda t: task(flat(t, 4)))
+    found = run_grid(2, 2, lambda w, b: task(parallel_of(w, b, 4)), timeout=20)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert same(mine, theirs)
+
+
 # Processes.
 
 
