@@ -433,6 +433,8 @@ def test_bad_arguments() -> None:
     came = parallel.dispatch(x.requires_grad_(), moe.Routing(numbers, torch.ones(3, 2)))
     with pytest.raises(ValueError, match=r"needed: \(6, width\)"):
         parallel.combine(torch.zeros(5, 4), came)
+    with pytest.raises(TypeError, match=r"y is torch\.int32 on rank 0 of 'there'; allowed: floats"):
+        parallel.combine(torch.zeros(6, 4, dtype=torch.int32), came)
     with pytest.raises(ValueError, match="y does not depend on the rows dispatched to rank 0"):
         parallel.combine(torch.zeros(6, 4), came)
     with pytest.raises(ValueError, match="experts are 1 on rank 0; needed: 2"):
