@@ -4,7 +4,7 @@ Both sides know how many rows a message has, and so how long its buffer may be a
 part is sent up to a capacity that the two sides have learnt from their earlier messages, in the
 call that sends the rest; what it needs is told before, and read by the host while bytes are in
 flight. What exceeds the capacity follows in a call of its own, which other ranks have no part in.
-So bits are always right, and no call of the network waits for the host.
+So bits are always right, and no call of the network waits for the host, but the first of a kind.
 """
 
 from __future__ import annotations

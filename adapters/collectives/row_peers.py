@@ -140,7 +140,10 @@ class PeerMessages:
         """Memory of at least so many bytes, the same on all ranks."""
         self._turn = 1 - self._turn
         known = self._regions[self._turn]
-        if not known or known[-1].parts[self._rank].shape[0] < nbytes:
+        before = known[-1].parts[self._rank].shape[0] if known else 0
+        if before < nbytes:
+            # All that is too small together takes a few times as much as the last.
+            nbytes = max(nbytes, before + before // 2)
             unit = max(_LEAST, 1 << max(0, nbytes.bit_length() - _STEPS))
             known.append(self._peers.region(-(-nbytes // unit) * unit))
         return known[-1]

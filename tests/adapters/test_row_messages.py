@@ -260,6 +260,23 @@ def test_damage_in_peers_memory_names_the_rank() -> None:
     run_ranks(2, task)
 
 
+def test_peers_memory_that_creeps_up_is_made_few_times() -> None:
+    """What is too small stays, and must not add up."""
+    memory = connect_threads(2)
+
+    def task(transport: ThreadTransport) -> None:
+        exchange = RowExchange(tw.Communicator(transport, "raw"), 2, [], memory[transport.rank])
+        for rows in range(100, 400, 4):
+            x = torch.empty(2 * rows, WIDTH, dtype=torch.bfloat16)
+            split = [rows, rows]
+            exchange.move(x, torch.empty_like(x), split, split, pairs=[split] * 2)
+        messages: Any = exchange._peers
+        for regions in messages._regions:
+            assert sum(region.parts[0].size for region in regions) < 4.5 * x.nbytes
+
+    run_ranks(2, task)
+
+
 @pytest.mark.parametrize("width", [63, 65, 4096])
 def test_other_rows_in_peers_memory_are_told(width: int) -> None:
     """What was there before is not taken for an answer, also where memory would have to grow."""
