@@ -250,6 +250,7 @@ class RowExchange:
             flat, result = tensors.contiguous(x).reshape(-1), out.reshape(-1)
             leaving, coming = [k * width for k in sends], [k * width for k in receives]
             if choice.algorithm == "native":
+                self._compare(call, flat, info)
                 self._native.all_to_all(call, flat, result, leaving, coming, False)
                 besides()
                 return
@@ -269,7 +270,18 @@ class RowExchange:
                 sizes = [[k * width for k in row] for row in pairs]
                 self._peers.exchange(call, parts, outs, info, sizes, at_once)
             else:
+                if self._session.fixed:
+                    self._compare(call, flat, info)
                 self._messages.exchange(call, parts, outs, info, purpose, at_once)
+
+    def _compare(self, call: Call, x: Any, info: ArrayInfo) -> None:
+        """On the host, have ranks compare what they make before rows move; a GPU is not waited for.
+
+        Gloo ends a process that gets more bytes than it expects.
+        """
+        if self._size > 1 and not tensors.is_cuda(x):
+            digests = [call.digest(info, info.shape[1:])] * self._size
+            self._steps.comparisons.compare(call, x, digests, digests)
 
     def _keys_for(self, like: Any) -> Any:
         """Factors of the checksum, on the device of `like`."""

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from expert_layers import WIDTH, Expert, dense, layer_of, tokens, trained  # noqa: E402
 from tightwire.adapters.collectives import coding, message_views, tensors  # noqa: E402
+from tightwire.adapters.collectives.chunk_views import DESCRIPTOR_NBYTES  # noqa: E402
 from tightwire.adapters.collectives.cost import Choice  # noqa: E402
 from tightwire.adapters.training import moe, weighted_rows  # noqa: E402
 from tightwire.adapters.transports.threads import ThreadTransport, connect, run_ranks  # noqa: E402
@@ -103,7 +104,8 @@ def test_lossless_codecs_change_no_bit(options: dict[str, Any]) -> None:
         found = trained(parallel, torch.bfloat16, 2)
         for a, b in zip(found, wanted, strict=True):
             assert torch.equal(a.view(torch.int16), b.view(torch.int16))
-        assert plain.wire_bytes == plain.raw_bytes
+        # Descriptors, by which ranks compare their calls before rows move.
+        assert plain.wire_bytes == plain.raw_bytes + 4 * 2 * DESCRIPTOR_NBYTES
 
     run_pairs(3, task)
 
@@ -375,6 +377,34 @@ def test_a_bad_routing_is_an_error_of_all_ranks(fault: str, what: str) -> None:
         return caught.value.detail
 
     assert run_ranks(3, task) == [f"rank 1 of 'there': {what}"] * 3
+
+
+@pytest.mark.parametrize("codec", ["zipccl", "mx", None])
+@pytest.mark.parametrize(
+    "other", [torch.ones(0, 65), torch.ones(0, 64).double()], ids=["width", "dtype"]
+)
+def test_other_results_are_told_before_they_move(codec: str | None, other: Any) -> None:
+    """Over gloo they would end the process."""
+    moved: list[int] = []
+
+    class Noting(ThreadTransport):
+        def all_to_all_v(self, outs: Any, xs: Any) -> None:
+            moved.append(self.rank)
+            super().all_to_all_v(outs, xs)
+
+    def task(transport: ThreadTransport) -> None:
+        noting = Noting(transport.rank, transport._pipes, transport.timeout)
+        options = {"algorithm": "native"} if codec is None else {"codec": codec}
+        parallel = moe.ExpertParallel(tw.Communicator(noting, **options), experts=3)
+        numbers = (torch.arange(60) % 3)[:, None]
+        came = parallel.dispatch(torch.ones(60, 64), moe.Routing(numbers, torch.ones(60, 1)))
+        y = came.rows if transport.rank != 1 else other.new_ones(60, other.shape[1])
+        with pytest.raises(tw.CollectiveError, match=r"ranks \[.*\] make another call") as caught:
+            parallel.combine(y, came)
+        assert caught.value.stage == "sizes"
+
+    run_ranks(3, task)
+    assert sorted(moved) == [0, 1, 2]
 
 
 def test_nan_logits_name_their_rank() -> None:
