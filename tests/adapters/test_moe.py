@@ -394,7 +394,7 @@ def test_other_results_are_told_before_they_move(codec: str | None, other: Any) 
 
     def task(transport: ThreadTransport) -> None:
         noting = Noting(transport.rank, transport._pipes, transport.timeout)
-        options = {"algorithm": "native"} if codec is None else {"codec": codec}
+        options: dict[str, Any] = {"algorithm": "native"} if codec is None else {"codec": codec}
         parallel = moe.ExpertParallel(tw.Communicator(noting, **options), experts=3)
         numbers = (torch.arange(60) % 3)[:, None]
         came = parallel.dispatch(torch.ones(60, 64), moe.Routing(numbers, torch.ones(60, 1)))
