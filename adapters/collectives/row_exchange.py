@@ -65,8 +65,7 @@ class RowExchange:
     Args:
         comm: The communicator, whose calls these are.
         bins: Bins of all ranks, a multiple of their number: rank 0 has the first ones.
-        faults: What the bits of a fault mean, from the lowest one on. None: nothing that ranks tell
-            of is raised, their faults are returned.
+        faults: What the bits of a fault mean, from the lowest one on. ``routed`` needs it.
         peers: Memory that the ranks can read from one another, where what is encoded is read. None:
             it goes through the transport.
 
@@ -110,9 +109,11 @@ class RowExchange:
             counts: Rows for each bin of all ranks: int64, shape ``(bins,)``, on their device.
             fault: Bits of what is wrong on this rank, 0 if nothing: int64, shape ``(1,)``.
 
+        Returns:
+            Those numbers, and the faults that ranks have told of, which nothing is raised for.
+
         Raises:
-            CollectiveError: On every rank, if one has told of a fault: it is named, and the next
-                call is fine. Also if ranks exchange other rows.
+            CollectiveError: If anything goes wrong on the wire.
         """
         n, row = self._size, info._replace(shape=info.shape[1:])
         with self._session.call(NAME, "all-to-all", row, _COUNTS) as call:
@@ -132,8 +133,6 @@ class RowExchange:
             with np.errstate(over="ignore"):
                 strange = (told[:, 1:] * self._keys).sum(1) + digest != told[:, 0]
             faults = np.where(strange, ANOTHER_CALL, told[:, 1]).tolist()
-            if self._faults is not None:
-                self._judge(call, row, faults)
         table = told[:, 2:]
         return Counts(sent[:, 2:], table, theirs[:, 2:], faults)
 
@@ -155,7 +154,8 @@ class RowExchange:
             meanwhile: Called when the words are in flight.
 
         Raises:
-            CollectiveError: As ``counts``.
+            CollectiveError: On every rank, if one has told of a fault: it is named, and the next
+                call is fine. Also if ranks exchange other rows.
         """
         import torch
 
@@ -250,6 +250,7 @@ class RowExchange:
             flat, result = tensors.contiguous(x).reshape(-1), out.reshape(-1)
             leaving, coming = [k * width for k in sends], [k * width for k in receives]
             if choice.algorithm == "native":
+                self._compare(call, flat, info)
                 self._native.all_to_all(call, flat, result, leaving, coming, False)
                 besides()
                 return
@@ -269,7 +270,18 @@ class RowExchange:
                 sizes = [[k * width for k in row] for row in pairs]
                 self._peers.exchange(call, parts, outs, info, sizes, at_once)
             else:
+                if self._session.fixed:
+                    self._compare(call, flat, info)
                 self._messages.exchange(call, parts, outs, info, purpose, at_once)
+
+    def _compare(self, call: Call, x: Any, info: ArrayInfo) -> None:
+        """On the host, have ranks compare what they make before rows move; a GPU is not waited for.
+
+        Gloo ends a process that gets more bytes than it expects.
+        """
+        if self._size > 1 and not tensors.is_cuda(x):
+            digests = [call.digest(info, info.shape[1:])] * self._size
+            self._steps.comparisons.compare(call, x, digests, digests)
 
     def _keys_for(self, like: Any) -> Any:
         """Factors of the checksum, on the device of `like`."""

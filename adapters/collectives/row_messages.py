@@ -4,7 +4,7 @@ Both sides know how many rows a message has, and so how long its buffer may be a
 part is sent up to a capacity that the two sides have learnt from their earlier messages, in the
 call that sends the rest; what it needs is told before, and read by the host while bytes are in
 flight. What exceeds the capacity follows in a call of its own, which other ranks have no part in.
-So bits are always right, and no call of the network waits for the host.
+So bits are always right, and no call of the network waits for the host, but the first of a kind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _INT64 = BY_NAME["int64"]
 _FIRST = 1 / 32
 #: Messages that are remembered, and spare capacity as a share of the most that one needed.
 _REMEMBERED, _SPARE = 16, 0.25
-_OTHER_CALL = "make another call, or their data were damaged"
+#: What is said of ranks whose digest is another.
+OTHER_CALL = "make another call, or their data were damaged"
 #: Bytes by which a rank is told what a message needs.
 _TOLD = 2 * _INT64.itemsize
 
@@ -63,7 +64,7 @@ class PendingDigests(NamedTuple):
         told = self.arriving.wait(timeout).tolist()
         strange = [i for i, word in zip(self.senders, told, strict=True) if word != self.digest]
         if strange:
-            raise call.failure("sizes", f"ranks {strange} {_OTHER_CALL}; here: {call.text}")
+            raise call.failure("sizes", f"ranks {strange} {OTHER_CALL}; here: {call.text}")
         self.spare.append(self.arriving)
 
 
@@ -202,7 +203,7 @@ class RowMessages:
         wrong = (told[0, :, 1] - told[0, :, 0] != digest).tolist()
         strange = [i for i in receive.some if wrong[i]]
         if strange:
-            raise call.failure("sizes", f"ranks {strange} {_OTHER_CALL}; here: {call.text}")
+            raise call.failure("sizes", f"ranks {strange} {OTHER_CALL}; here: {call.text}")
         came, needs = told[:, :, 0].tolist()
         for i in receive.some:
             most = receive.plans[i].dynamic_stride

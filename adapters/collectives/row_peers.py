@@ -11,30 +11,56 @@ from typing import Any, NamedTuple
 
 from ...arrays import ArrayInfo
 from ...buffer import Buffer
+from ...formats.dtypes import BY_NAME
+from ...formats.header import ALIGN
 from ..transports.peer import PeerMemory, Region
 from . import tensors
 from .calls import Call
+from .row_messages import OTHER_CALL
 from .steps import Steps
 
+_INT64 = BY_NAME["int64"]
 #: Memory is made in multiples of this, and of its size in so many bits less one.
 _LEAST, _STEPS = 1 << 12, 4
 #: Layouts of messages that are kept.
 _KEPT = 64
 
 
-class PendingLate(NamedTuple):
-    """Who did not come to a barrier, in flight to the host: see ``Late``."""
+class PendingWords(NamedTuple):
+    """Digests of all ranks, and on a GPU who did not come, in flight to the host: see ``Late``."""
 
     arriving: tensors.PendingHostCopy
+    digest: int
+    ranks: int
     #: Takes `arriving` back when it is over.
     spare: list[tensors.PendingHostCopy]
 
     def settle(self, call: Call, timeout: float) -> None:
-        """Raise if there is one."""
-        (word,) = self.arriving.wait(timeout).tolist()
-        if word:
-            raise call.failure("exchange", f"rank {word - 1} did not come in time")
+        """Raise if a rank did not come, or makes another call."""
+        told = self.arriving.wait(timeout).tolist()
+        for word in told[self.ranks :]:
+            if word:
+                raise call.failure("exchange", f"rank {word - 1} did not come in time")
+        strange = [i for i, word in enumerate(told[: self.ranks]) if word != self.digest]
+        if strange:
+            raise call.failure("exchange", f"ranks {strange} {OTHER_CALL}; here: {call.text}")
         self.spare.append(self.arriving)
+
+
+class _Layout(NamedTuple):
+    """Where messages of certain plans lie.
+
+    Attributes:
+        plans: Those to each rank: who looks a layout up knows them by their `id`.
+        data: Memory of each of these.
+        buffers: Those that come from each rank.
+        words: By rank the digest of its call: int64, shape (1,).
+    """
+
+    plans: Sequence[Any]
+    data: list[Any]
+    buffers: list[Buffer]
+    words: list[Any]
 
 
 class PeerMessages:
@@ -53,8 +79,7 @@ class PeerMessages:
         #: is too small stays, as others may still read it.
         self._regions: tuple[list[Region], list[Region]] = ([], [])
         self._turn = 0
-        #: Where messages of certain plans lie, and buffers of those that come.
-        self._layouts: dict[Any, tuple[list[Any], list[Buffer]]] = {}
+        self._layouts: dict[Any, _Layout] = {}
         self._spare: list[tensors.PendingHostCopy] = []
 
     def exchange(
@@ -74,7 +99,8 @@ class PeerMessages:
         plan, dtype = self._memory.plan, info.dtype
         nelems = {n for i, row in enumerate(sizes) for j, n in enumerate(row) if i != j}
         stride = max(plan(dtype, n).nbytes for n in nelems)
-        region = self._region(self._size * stride)
+        with call.stage("exchange"):
+            region = self._region(ALIGN + self._size * stride)
         there = [plan(dtype, part.shape[0]) for part in parts]
         here = [plan(dtype, out.shape[0]) for out in outs]
         key = id(region), stride, tuple(map(id, there)), tuple(map(id, here))
@@ -82,29 +108,42 @@ class PeerMessages:
             if len(self._layouts) >= _KEPT:
                 self._layouts.clear()
             self._layouts[key] = self._laid(region, stride, there, here, parts[0])
-        data, buffers = self._layouts[key]
-        self._coding.encode_to(call, parts, there, data)
+        laid = self._layouts[key]
+        self._coding.encode_to(call, parts, there, laid.data)
+        digest = call.digest(info, info.shape[1:])
         with call.stage("exchange"):
+            laid.words[self._rank].fill_(digest)
             region.barrier()
-            late = region.late()
-            if late is not None:
-                spare = self._spare.pop() if self._spare else None
-                arriving = tensors.PendingHostCopy(late, spare)
-                call.late.append(PendingLate(arriving, self._spare))
+            pending = PendingWords(self._told(region, laid.words), digest, self._size, self._spare)
+            if self._session.verify or pending.arriving.on_host:
+                pending.settle(call, self._session.transport.timeout)
+            else:
+                call.late.append(pending)
         meanwhile()
         some = [p for p in there if p.nelem]
         call.raw_bytes += sum(p.nelem * dtype.itemsize for p in some)
         # Nobody knows here how much of a dynamic part there is.
         call.wire_bytes += sum(p.dynamic_offset for p in some)
         call.exchanged = True
-        self._coding.decode_many(call, buffers, outs)
+        self._coding.decode_many(call, laid.buffers, outs)
+
+    @tensors.kept
+    def _told(self, region: Region, words: Sequence[Any]) -> tensors.PendingHostCopy:
+        import torch
+
+        late = region.late()
+        told = torch.cat([*words] if late is None else [*words, late])
+        return tensors.PendingHostCopy(told, self._spare.pop() if self._spare else None)
 
     @tensors.kept
     def _region(self, nbytes: int) -> Region:
         """Memory of at least so many bytes, the same on all ranks."""
         self._turn = 1 - self._turn
         known = self._regions[self._turn]
-        if not known or known[-1].parts[self._rank].shape[0] < nbytes:
+        before = known[-1].parts[self._rank].shape[0] if known else 0
+        if before < nbytes:
+            # All that is too small together takes a few times as much as the last.
+            nbytes = max(nbytes, before + before // 2)
             unit = max(_LEAST, 1 << max(0, nbytes.bit_length() - _STEPS))
             known.append(self._peers.region(-(-nbytes // unit) * unit))
         return known[-1]
@@ -112,19 +151,21 @@ class PeerMessages:
     @tensors.kept
     def _laid(
         self, region: Region, stride: int, there: Sequence[Any], here: Sequence[Any], like: Any
-    ) -> tuple[list[Any], list[Buffer]]:
-        """Memory of messages to each rank, and buffers of those from each."""
-        mine, begin = _tensor(region.parts[self._rank]), self._rank * stride
-        data = [mine[j * stride :][: plan.nbytes] for j, plan in enumerate(there)]
+    ) -> _Layout:
+        """Where messages lie, behind a word of each rank."""
+        memory = [_tensor(part) for part in region.parts]
+        mine, begin = memory[self._rank], ALIGN + self._rank * stride
+        data = [mine[ALIGN + j * stride :][: plan.nbytes] for j, plan in enumerate(there)]
         buffers = [
-            Buffer.wrap(plan, _tensor(part)[begin : begin + plan.nbytes])
-            for plan, part in zip(here, region.parts, strict=True)
+            Buffer.wrap(plan, part[begin : begin + plan.nbytes])
+            for plan, part in zip(here, memory, strict=True)
         ]
         words = self._memory.status_words(like)
         for k, buffer in enumerate(buffers):
             if buffer._memory is not None:
                 buffer._memory.report_to(words[k : k + 1])
-        return data, buffers
+        digests = [tensors.view(part[: _INT64.itemsize], _INT64) for part in memory]
+        return _Layout(there, data, buffers, digests)
 
 
 def _tensor(memory: Any) -> Any:

@@ -162,6 +162,7 @@ class Passing(NamedTuple):
         places: The place of each copy, by expert, among these of its node, int32.
         distinct_leaving: Numbers of such rows for each node.
         distinct_coming: Numbers of such rows from each node.
+        single: No rank of this number sends rows to several experts: copies travel as rows.
     """
 
     leaving: list[int]
@@ -173,6 +174,7 @@ class Passing(NamedTuple):
     places: Any
     distinct_leaving: list[int]
     distinct_coming: list[int]
+    single: bool
 
 
 class Splits(NamedTuple):
@@ -338,8 +340,9 @@ class NodeRows(Rows):
         nodes, ranks = comm.between.world_size, comm.within.world_size
         self.grid = nodes, ranks
         self._each = experts // (nodes * ranks)
-        # To a node also the number of distinct rows; within it for each node also its fault.
-        self._far = RowExchange(comm.between, nodes * (1 + ranks * self._each), None)
+        # To a node also whether rows go to several experts, and the number of distinct rows;
+        # within it for each node also its fault.
+        self._far = RowExchange(comm.between, nodes * (2 + ranks * self._each), None)
         self._near = RowExchange(comm.within, ranks * nodes * (1 + self._each), None)
 
     def splits(self, x: Any, copies: Copies) -> tuple[Splits, Any]:
@@ -350,11 +353,12 @@ class NodeRows(Rows):
         node_of = (copies.choices // (ranks * each)).clamp(0, nodes - 1)
         all_nodes = torch.arange(nodes, device=device)
         goes = (node_of.unsqueeze(-1) == all_nodes).any(1)
-        words = torch.cat([goes.sum(0).unsqueeze(1), copies.counts.view(nodes, -1)], 1)
+        several = goes.new_full((nodes, 1), copies.choices.shape[1] > 1)
+        words = torch.cat([several, goes.sum(0).unsqueeze(1), copies.counts.view(nodes, -1)], 1)
         fault = copies.fault
         far, near = _made(self._channel, lambda: self._told(info, words.reshape(-1), fault), x)
 
-        distinct_leaving, distinct_coming = far.sent[:, 0].tolist(), far.table[:, 0].tolist()
+        distinct_leaving, distinct_coming = far.sent[:, 1].tolist(), far.table[:, 1].tolist()
         upto = goes.T.reshape(-1).cumsum(0)
         wanted = torch.arange(1, sum(distinct_leaving) + 1, device=device)
         distinct = torch.searchsorted(upto, wanted) % max(goes.shape[0], 1)
@@ -362,13 +366,13 @@ class NodeRows(Rows):
         node_of_copy = node_of.view(-1).index_select(0, copies.index)
         places = place.index_select(0, copies.rows * nodes + node_of_copy).int()
 
-        sent = far.sent[:, 1:].reshape(nodes, ranks, each)
-        through = far.table[:, 1:].reshape(nodes, ranks, each)
-        sizes = far.on_device[:, 1:].reshape(-1)
+        sent = far.sent[:, 2:].reshape(nodes, ranks, each)
+        through = far.table[:, 2:].reshape(nodes, ranks, each)
+        sizes = far.on_device[:, 2:].reshape(-1)
         blocks = torch.arange(sizes.shape[0], device=device).view(ranks, nodes, each)
         coming = through.sum((1, 2)).tolist()
-        first_of_node = far.on_device[:, 0].cumsum(0) - far.on_device[:, 0]
-        per_node = far.on_device[:, 1:].sum(1)
+        first_of_node = far.on_device[:, 1].cumsum(0) - far.on_device[:, 1]
+        per_node = far.on_device[:, 2:].sum(1)
         passing = Passing(
             leaving=sent.sum((1, 2)).tolist(),
             coming=coming,
@@ -379,6 +383,7 @@ class NodeRows(Rows):
             places=places,
             distinct_leaving=distinct_leaving,
             distinct_coming=distinct_coming,
+            single=not far.table[:, 0].any(),
         )
         table = near.table.reshape(ranks, nodes, 1 + each)[:, :, 1:]
         arrival = np.arange(nodes * ranks).reshape(nodes, ranks).T.reshape(-1).tolist()
@@ -398,10 +403,10 @@ class NodeRows(Rows):
         self, x: Any, copies: Copies, splits: Splits, made: Any, meanwhile: Callable[[], None]
     ) -> Any:
         """As `Rows.spread`."""
-        if copies.choices.shape[1] == 1:
+        way: Passing = splits.passing
+        if way.single:
             return self.move(x.index_select(0, copies.rows), splits, meanwhile=meanwhile)
         meanwhile()
-        way: Passing = splits.passing
         rows = x.index_select(0, way.distinct)
         out = x.new_empty((sum(splits.receives), *x.shape[1:]))
 
@@ -466,7 +471,7 @@ class NodeRows(Rows):
         with self._comm.call(NAME) as steps:
             steps.at(self._comm.between)
             far = self._far.counts(info, words, fault)
-            table = far.on_device[:, 1:].reshape(nodes, ranks, each).swapaxes(0, 1)
+            table = far.on_device[:, 2:].reshape(nodes, ranks, each).swapaxes(0, 1)
             faults = torch.tensor(far.faults, device=table.device).view(1, nodes, 1)
             told = torch.cat([faults.expand(ranks, nodes, 1), table], 2)
             steps.at(self._comm.within, last=True)

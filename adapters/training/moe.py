@@ -252,8 +252,8 @@ class ExpertParallel(AllToAll):
     """Ranks that share the experts of a layer: rank 0 has the first ones, and all have as many.
 
     ``dispatch`` sends tokens to experts, and ``combine`` their results back. Shapes of rows and
-    dtypes are equal on all ranks; numbers of tokens are not. Another object of the same ranks may
-    combine what this one has dispatched, with other codecs.
+    dtypes are equal on all ranks; numbers of tokens, and of experts of a token, need not be.
+    Another object of the same ranks may combine what this one has dispatched, with other codecs.
 
     Args:
         forward: Communicator of tokens and results, used by nothing else. It may be one of nodes:
@@ -352,9 +352,12 @@ class ExpertParallel(AllToAll):
 
         Raises:
             CollectiveError: If anything goes wrong on the wire.
+            TypeError: If ``y`` has integers, which no weights could multiply.
             ValueError: If ``y`` does not fit, or does not depend on rows that need a gradient.
         """
         rows = dispatched.rows
+        if not (y.is_floating_point() or y.is_complex()):
+            raise TypeError(f"y is {y.dtype} on {self._here}; allowed: floats")
         if y.dim() != 2 or y.shape[0] != rows.shape[0] or y.device != rows.device:
             raise ValueError(
                 f"y has shape {list(y.shape)} on {y.device} and {self._here}; needed: "

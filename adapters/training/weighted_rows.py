@@ -28,7 +28,9 @@ def summed(y: Any, weights: Any, order: Order) -> Any:
     if kernels is not None:
         return _Summed.apply(y, weights, order.inverse, kernels)
     results = _Permuted.apply(y, order.inverse, order.index).view(*weights.shape, y.shape[1])
-    return torch.bmm(weights.unsqueeze(1), results).squeeze(1)
+    # Kernels do not follow autocast either.
+    with torch.autocast(y.device.type, enabled=False):
+        return torch.bmm(weights.unsqueeze(1), results).squeeze(1)
 
 
 def kernels_for(y: Any) -> Any:

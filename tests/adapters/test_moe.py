@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from expert_layers import WIDTH, Expert, dense, layer_of, tokens, trained  # noqa: E402
 from tightwire.adapters.collectives import coding, message_views, tensors  # noqa: E402
+from tightwire.adapters.collectives.chunk_views import DESCRIPTOR_NBYTES  # noqa: E402
 from tightwire.adapters.collectives.cost import Choice  # noqa: E402
 from tightwire.adapters.training import moe, weighted_rows  # noqa: E402
 from tightwire.adapters.transports.threads import ThreadTransport, connect, run_ranks  # noqa: E402
@@ -103,7 +104,8 @@ def test_lossless_codecs_change_no_bit(options: dict[str, Any]) -> None:
         found = trained(parallel, torch.bfloat16, 2)
         for a, b in zip(found, wanted, strict=True):
             assert torch.equal(a.view(torch.int16), b.view(torch.int16))
-        assert plain.wire_bytes == plain.raw_bytes
+        # Descriptors, by which ranks compare their calls before rows move.
+        assert plain.wire_bytes == plain.raw_bytes + 4 * 2 * DESCRIPTOR_NBYTES
 
     run_pairs(3, task)
 
@@ -266,6 +268,23 @@ def test_batches_and_shapes_of_a_layer() -> None:
     run_ranks(2, task)
 
 
+def test_autocast_leaves_sums_of_results_alone() -> None:
+    """As kernels do."""
+
+    def task(transport: ThreadTransport) -> None:
+        parallel = parallel_of(transport, 2)
+        x, logits = tokens(transport.rank, 2, torch.float32, 30)
+        with torch.autocast("cpu", torch.bfloat16):
+            came = parallel.dispatch(x, moe.route(logits, 2))
+            y = parallel.combine(came.rows, came)
+        assert y.dtype == torch.float32
+        torch.testing.assert_close(y, x)
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, torch.ones_like(x))
+
+    run_ranks(2, task)
+
+
 # torch.distributed.all_to_all_single.
 
 
@@ -360,6 +379,34 @@ def test_a_bad_routing_is_an_error_of_all_ranks(fault: str, what: str) -> None:
     assert run_ranks(3, task) == [f"rank 1 of 'there': {what}"] * 3
 
 
+@pytest.mark.parametrize("codec", ["zipccl", "mx", None])
+@pytest.mark.parametrize(
+    "other", [torch.ones(0, 65), torch.ones(0, 64).double()], ids=["width", "dtype"]
+)
+def test_other_results_are_told_before_they_move(codec: str | None, other: Any) -> None:
+    """Over gloo they would end the process."""
+    moved: list[int] = []
+
+    class Noting(ThreadTransport):
+        def all_to_all_v(self, outs: Any, xs: Any) -> None:
+            moved.append(self.rank)
+            super().all_to_all_v(outs, xs)
+
+    def task(transport: ThreadTransport) -> None:
+        noting = Noting(transport.rank, transport._pipes, transport.timeout)
+        options: dict[str, Any] = {"algorithm": "native"} if codec is None else {"codec": codec}
+        parallel = moe.ExpertParallel(tw.Communicator(noting, **options), experts=3)
+        numbers = (torch.arange(60) % 3)[:, None]
+        came = parallel.dispatch(torch.ones(60, 64), moe.Routing(numbers, torch.ones(60, 1)))
+        y = came.rows if transport.rank != 1 else other.new_ones(60, other.shape[1])
+        with pytest.raises(tw.CollectiveError, match=r"ranks \[.*\] make another call") as caught:
+            parallel.combine(y, came)
+        assert caught.value.stage == "sizes"
+
+    run_ranks(3, task)
+    assert sorted(moved) == [0, 1, 2]
+
+
 def test_nan_logits_name_their_rank() -> None:
     def task(transport: ThreadTransport) -> None:
         layer = layer_of(parallel_of(transport, 4), torch.float32, 2)
@@ -416,6 +463,8 @@ def test_bad_arguments() -> None:
     came = parallel.dispatch(x.requires_grad_(), moe.Routing(numbers, torch.ones(3, 2)))
     with pytest.raises(ValueError, match=r"needed: \(6, width\)"):
         parallel.combine(torch.zeros(5, 4), came)
+    with pytest.raises(TypeError, match=r"y is torch\.int32 on rank 0 of 'there'; allowed: floats"):
+        parallel.combine(torch.zeros(6, 4, dtype=torch.int32), came)
     with pytest.raises(ValueError, match="y does not depend on the rows dispatched to rank 0"):
         parallel.combine(torch.zeros(6, 4), came)
     with pytest.raises(ValueError, match="experts are 1 on rank 0; needed: 2"):

@@ -24,6 +24,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("PyTorch was built without gloo", allow_module_level=True)
 
 from expert_layers import WIDTH, dense, experts_of, layer_of, tokens, trained  # noqa: E402
+from tightwire.adapters.collectives.chunk_views import DESCRIPTOR_NBYTES  # noqa: E402
 from tightwire.adapters.collectives.communicator import Communicator  # noqa: E402
 from tightwire.adapters.training import moe  # noqa: E402
 from tightwire.adapters.transports.threads import (  # noqa: E402
@@ -185,7 +186,8 @@ def test_what_crosses_a_nic(size: int, codec: str) -> None:
             for number in range(size)
             if number != rank % size
         )
-        assert sum(r[1][0] for r in ranks[node * size : (node + 1) * size]) == near * nbytes
+        sent = sum(rank[1][0] for rank in ranks[node * size : (node + 1) * size])
+        assert sent == near * nbytes + size * (size - 1) * DESCRIPTOR_NBYTES
     both = sum(rank[2][1] for rank in ranks)
     whole = 2 * 2 * size * n * nbytes
     assert 0.5 * ratio * whole < both <= ratio * whole + 4 * size * small
@@ -314,6 +316,25 @@ def test_objects_that_do_not_fit() -> None:
     alone = nodes_of(connect(1)[0], connect(1)[0])
     with pytest.raises(ValueError, match=r"nodes and their ranks are \(1, 1\) forward, None back"):
         moe.ExpertParallel(alone, Communicator(connect(1)[0]), experts=2)
+
+
+def test_ranks_may_differ_in_experts_of_a_token() -> None:
+    """One each on some ranks: all go the way of those that have several."""
+
+    def task(parallel: moe.ExpertParallel) -> list[Any]:
+        x = tokens(parallel.rank, 4, torch.float32, 20)[0]
+        top_k = (1, 3, 2, 1)[parallel.rank]
+        numbers = torch.arange(20 * top_k).view(20, top_k) % 4
+        came = parallel.dispatch(x, moe.Routing(numbers, torch.ones(20, top_k)))
+        y = parallel.combine(came.rows, came)
+        assert torch.equal(y, top_k * x)
+        y.sum().backward()
+        return [came.rows.detach(), x.grad]
+
+    wanted = run_ranks(4, lambda t: task(flat(t, 4)))
+    found = run_grid(2, 2, lambda w, b: task(parallel_of(w, b, 4)), timeout=20)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert same(mine, theirs)
 
 
 # Processes.

@@ -260,6 +260,67 @@ def test_damage_in_peers_memory_names_the_rank() -> None:
     run_ranks(2, task)
 
 
+def test_peers_memory_that_creeps_up_is_made_few_times() -> None:
+    """What is too small stays, and must not add up."""
+    memory = connect_threads(2)
+
+    def task(transport: ThreadTransport) -> None:
+        exchange = RowExchange(tw.Communicator(transport, "raw"), 2, [], memory[transport.rank])
+        for rows in range(100, 400, 4):
+            x = torch.empty(2 * rows, WIDTH, dtype=torch.bfloat16)
+            split = [rows, rows]
+            exchange.move(x, torch.empty_like(x), split, split, pairs=[split] * 2)
+        messages: Any = exchange._peers
+        for regions in messages._regions:
+            assert sum(region.parts[0].size for region in regions) < 4.5 * x.nbytes
+
+    run_ranks(2, task)
+
+
+@pytest.mark.parametrize("width", [63, 65, 4096])
+def test_other_rows_in_peers_memory_are_told(width: int) -> None:
+    """What was there before is not taken for an answer, also where memory would have to grow."""
+    memory = connect_threads(2, timeout=2.0)
+
+    def task(transport: ThreadTransport) -> None:
+        comm = tw.Communicator(transport)
+        parallel = moe.ExpertParallel(comm, experts=2, peers=memory[transport.rank])
+        numbers = (torch.arange(50) % 2)[:, None]
+        routing = moe.Routing(numbers, torch.ones(50, 1))
+        for step in range(2):
+            came = parallel.dispatch(torch.ones(50, 64), routing)
+            parallel.combine(torch.full((50, 64), float(step)), came)
+        came = parallel.dispatch(torch.ones(50, 64), routing)
+        y = torch.ones(50, width if transport.rank else 64)
+        what = "ranks .* make another call"
+        if width == 4096 and transport.rank:
+            what = "a rank did not come"
+        with pytest.raises(tw.CollectiveError, match=what) as caught:
+            parallel.combine(y, came)
+        assert caught.value.stage == "exchange"
+        with pytest.raises(tw.CollectiveError, match="an earlier call has failed"):
+            parallel.combine(y, came)
+
+    run_ranks(2, task)
+
+
+def test_layouts_in_peers_memory_keep_their_plans() -> None:
+    """Numbers of elements that no longer are planned do not lend their `id` to others."""
+    memory = connect_threads(2)
+
+    def task(transport: ThreadTransport) -> None:
+        exchange = RowExchange(tw.Communicator(transport), 2, [], memory[transport.rank])
+        x, out = rows_of(0, 60, False), torch.empty(60, WIDTH, dtype=torch.bfloat16)
+        exchange.move(x, out, [30, 30], [30, 30], pairs=EQUAL_2)
+        messages: Any = exchange._peers
+        ((_, _, there, here),) = messages._layouts
+        (laid,) = messages._layouts.values()
+        assert tuple(map(id, laid.plans)) == there
+        assert tuple(id(buffer.plan) for buffer in laid.buffers) == here
+
+    run_ranks(2, task)
+
+
 def test_ranks_that_differ_in_peers() -> None:
     memory = connect_threads(2)
 
