@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -27,8 +26,9 @@ Phase: TypeAlias = tuple[int, int]
 _DYNAMIC_NBYTES = 1
 #: Of the first messages the dynamic part has this share of the tensor's bytes.
 _FIRST_SHARE = 1 / 10
-#: Messages that are remembered.
-_REMEMBERED = 8
+#: Messages after which a capacity may shrink for the first time, and the most for later times:
+#: each time it takes twice as many, as new memory is recorded anew.
+_PATIENCE, _MOST_PATIENCE = 16, 1 << 12
 #: Memory is made in multiples of this, and of its size in so many bits less one.
 _LEAST, _STEPS = 1 << 12, 3
 #: Spare capacity, as a share of what is needed, and how much may lie idle before it shrinks.
@@ -49,8 +49,10 @@ class Capacity:
         self._bound = bound
         #: Capacities are multiples of this, so that there are few plans.
         self._unit = align(max(1, bound // 128))
-        self._needs: deque[int] = deque(maxlen=_REMEMBERED)
         self.nbytes = self._rounded(round(raw_nbytes * _FIRST_SHARE))
+        #: The most of the last messages, and of those before them; how many the last ones are.
+        self._most = self._earlier = self._count = 0
+        self._patience = _PATIENCE
 
     def learn(self, need: int) -> None:
         """Note the most bytes that a message of one call needed.
@@ -58,17 +60,24 @@ class Capacity:
         Args:
             need: Bytes; more than the capacity if the data did not fit.
         """
-        self._needs.append(need)
-        most = max(self._needs)
-        wanted = self._rounded(round(most * (1 + _SPARE)))
-        full = len(self._needs) == _REMEMBERED
+        self._most = max(self._most, need)
+        self._count += 1
+        wanted = self._rounded(round(self._most * (1 + _SPARE)))
+        enough = self._count >= self._patience
         # A new capacity costs new memory: it is one that holds for a while.
-        if wanted > self.nbytes or (full and wanted * _IDLE < self.nbytes):
-            self.nbytes = self._rounded(round(most * (1 + 2 * _SPARE)))
+        if wanted > self.nbytes or (enough and wanted * _IDLE < self.nbytes):
+            self.nbytes = self._rounded(round(self._most * (1 + 2 * _SPARE)))
+            self._patience = min(2 * self._patience, _MOST_PATIENCE)
+            self._forget()
+        elif enough:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._earlier, self._most, self._count = self._most, 0, 0
 
     def refit(self) -> None:
         """Have as much to spare as a new capacity would have."""
-        most = max(self._needs, default=0)
+        most = max(self._most, self._earlier)
         self.nbytes = max(self.nbytes, self._rounded(round(most * (1 + 2 * _SPARE))))
 
     def _rounded(self, nbytes: int) -> int:

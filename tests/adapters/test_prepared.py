@@ -564,13 +564,27 @@ def test_capacity() -> None:
     capacity.learn(300_000)
     assert 300_000 < capacity.nbytes < 600_000
     grown = capacity.nbytes
-    for _ in range(7):
+    for _ in range(31):
         capacity.learn(1000)
         assert capacity.nbytes == grown
     capacity.learn(1000)
     assert 1000 < capacity.nbytes < first
     capacity.learn(1 << 30)
     assert capacity.nbytes == 1 << 20
+
+
+def test_capacities_settle() -> None:
+    """Where needs of several modules take turns, or fall for long, there are few capacities."""
+    capacity = Capacity(bound=1 << 24, raw_nbytes=1 << 24)
+    found = {capacity.nbytes}
+    for step in range(2000):
+        for module in range(40):
+            # From 5 % to 1 %, and by a third more in some modules than in others.
+            share = (0.01 + 0.04 * 0.99**step) * (1 + module % 7 / 18)
+            capacity.learn(round(share * (1 << 24)))
+            found.add(capacity.nbytes)
+    assert len(found) <= 6
+    assert capacity.nbytes < 0.04 * (1 << 24)
 
 
 def test_capacities_grow_together() -> None:
