@@ -203,12 +203,13 @@ def ncclx(moe: Steps) -> list[Experiment]:
     )
     train = [
         Experiment(
-            f"the same exchange in training, 8,192 tokens, 2 experts of each, with {codec}",
+            f"the same exchange in training, 8,192 tokens, 2 experts of each, with {codec}{what}",
             f"not in the paper; asked {asked}",
-            moe.speeds(keys(f"{codec}, 8192 tokens, top 2"), training),
-            f"moe.jsonl: `{codec}`",
+            moe.speeds(keys(f"{codec}, 8192 tokens, top 2{end}"), training),
+            f"moe.jsonl: `{codec}{end}`",
         )
         for codec, asked in (("zipccl", "1.25 x padded, 1.15 x exact"), ("taco", "1.7 x"))
+        for what, end in (("", ""), (", forward and backward", ", backward"))
     ]
     return [decode, *train]
 
@@ -389,9 +390,9 @@ WHY = {
     "bounds can be 1.43 times as fast at most.",
     "NCCLX": "Their step is a whole model's in a CUDA graph, over hosts, against two all-gathers "
     "and a padded all-to-all; ours is dispatch and combine of one layer. Ours tells the host how "
-    "many rows come, and is not captured. Padding grows with ranks: two show the least of it. The "
-    "record, as that of the step with experts above, is of 2026-11-27, before rows travelled in "
-    "messages of learnt capacities; the layer has not been timed since.",
+    "many rows come, and is not captured. Padding grows with ranks: two show the least of it. Over "
+    "NVLink the host is the limit; what is recorded there with taco, and the step with experts "
+    "above, is of 2026-11-27, before rows travelled in messages of learnt capacities.",
     "TAGC": "Their model has 162 M parameters and trains for longer; ours has 1 M. They have two "
     "ranks and an index of 1 bit; we have four and an index that loses nothing. Why the gap stays "
     "with accumulation was not found out; what a rank holds back comes late, by about as many "

@@ -121,7 +121,7 @@ def _measured(target: Target, row: dict[str, Any] | None) -> str:
 
 def _section(place: tuple[Any, ...], rows: dict[str, dict[str, Any]]) -> list[str]:
     run = rows[RUN]
-    lines = heading(place, run) + _asked(place[0], rows)
+    lines = heading(place, rows) + _asked(place[0], rows)
     measured = {row["kib"] for key, row in rows.items() if key != RUN and "kib" in row}
     sizes = sorted(measured | set(run["kib"]))
     for collective in run["collectives"]:

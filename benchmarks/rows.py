@@ -55,14 +55,32 @@ def _rank(order: Sequence[str], name: str) -> int:
     return order.index(name) if name in order else len(order)
 
 
-def heading(place: tuple[Any, ...], run: dict[str, Any]) -> list[str]:
-    """The title of a section, and the line that says where and when it was measured."""
+def heading(place: tuple[Any, ...], rows: dict[str, dict[str, Any]]) -> list[str]:
+    """The title of a section, and the lines that say where and when it was measured.
+
+    Args:
+        place: The network, and the number of ranks.
+        rows: Its rows by key, that of the run among them, if there is one.
+    """
     link, world = place
+    run = rows.get(RUN) or next(iter(rows.values()))
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    by_device: dict[str, list[str]] = {}
+    for key, row in rows.items():
+        if key != RUN and not why_missing(row):
+            by_device.setdefault(row["machine"]["device"], []).append(key)
+    # All but the most common one are named with what they measured.
+    most = max(by_device, key=lambda device: len(by_device[device]), default="")
+    others = [
+        f"On {world} x {device}: {'; '.join(keys)}."
+        for device, keys in by_device.items()
+        if device != most
+    ]
     return [
         f"## {LINKS.get(link, link)}, {world} ranks",
         "",
-        f"{world} x {run['machine']['device']}, {versions}; {run['date']}.",
+        f"{world} x {most or run['machine']['device']}, {versions}; {run['date']}.",
+        *others,
         "",
     ]
 

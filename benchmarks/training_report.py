@@ -143,7 +143,7 @@ def _model(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 def _section(place: tuple[Any, ...], rows: dict[str, dict[str, Any]]) -> list[str]:
     run = rows[RUN]
-    lines = heading(place, run) + _model(rows)
+    lines = heading(place, rows) + _model(rows)
     for group, text in run["groups"].items():
         cases = [(name, call) for case_group, name, call in run["cases"] if case_group == group]
         measured, others = [], []
@@ -161,7 +161,9 @@ def _section(place: tuple[Any, ...], rows: dict[str, dict[str, Any]]) -> list[st
         if measured:
             lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
             lines += [f"| {' | '.join(cells)} |" for cells in measured] + [""]
-        if others:
+        if not any(f"{group}, {name}" in rows for name, _ in cases):
+            lines += ["Not measured.", ""]
+        elif others:
             lines += [f"Not measured: {'; '.join(others)}.", ""]
     return lines + errors(rows)
 

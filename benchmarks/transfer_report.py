@@ -41,7 +41,7 @@ def lines(recorded: list[dict[str, Any]]) -> list[str]:
     page = HEAD.splitlines()
     for place, rows in places(recorded).items():
         native = rows[NATIVE]
-        page += ["", *heading(place, native)]
+        page += ["", *heading(place, rows)]
         page += [
             f"{native['nbytes'] / 2**20:.0f} MiB of bfloat16 in {native['tensors']} tensors; "
             f"whole ones by {native['codec']}; medians of {native['rounds']} rounds. The broadcast "
