@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 #: PyTorch asks for names of addresses, which can take seconds where no server knows them.
 NO_NAMES = {"RES_OPTIONS": "attempts:0"}
@@ -181,6 +181,9 @@ def become(request: Request) -> None:
     """Run the program of a request in this process, or in one for each rank."""
     for name, number in ((request.out, 1), (request.err, 2)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+    # Lines of ranks stay whole, also if the environment asks for no buffers.
+    for stream in cast(Any, (sys.stdout, sys.stderr)):
+        stream.reconfigure(line_buffering=True, write_through=False)
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.env)
