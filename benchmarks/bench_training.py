@@ -173,14 +173,11 @@ def _fsdp(
     compiled: bool = False,
     **options: Any,
 ) -> Case:
-    def compress(model: Any) -> fsdp.Hooks:
-        return fsdp.compress(model, **options)
-
     return Case(
         "fsdp" + " float32" * (reduce == F32) + " compiled" * compiled,
         name,
         f"fsdp.compress(model{_text(options)})",
-        sharded(reduce, compress, compiled=compiled),
+        sharded(reduce, functools.partial(fsdp.compress, **options), compiled=compiled),
         lossless,
         options.get("route") == "peers",
     )

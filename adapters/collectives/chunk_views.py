@@ -172,9 +172,7 @@ class ChunkViews:
                 Buffer.wrap(plan, data, assembled=True)
                 for plan, data in zip(self.plans, self.data, strict=True)
             ]
-            for k, buffer in enumerate(self._buffers):
-                if buffer._memory is not None:
-                    buffer._memory.report_to(words[k : k + 1])
+            tensors.report(self._buffers, words)
         return self._buffers
 
 

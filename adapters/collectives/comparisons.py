@@ -10,7 +10,7 @@ import numpy as np
 from ...arrays import ArrayInfo
 from ...formats.dtypes import BY_NAME
 from . import tensors
-from .calls import Call
+from .calls import Call, Late
 from .chunk_views import (
     DESCRIPTOR_NBYTES,
     DESCRIPTOR_WORDS,
@@ -178,7 +178,7 @@ class Comparisons:
             late = PendingDescriptors(arriving, digests, source, shares.spare, note)
             self.check_late(call, late)
 
-    def check_late(self, call: Call, late: PendingDescriptors) -> None:
+    def check_late(self, call: Call, late: Late) -> None:
         """Settle `late`: now if it is on the host, or has to be, else with the call's verdict.
 
         What a GPU has sent by chance already is settled then, too, as on the other ranks.

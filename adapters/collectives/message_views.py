@@ -92,7 +92,5 @@ class MessageViews:
         if not self._buffers:
             rows = zip(self.plans, self.data, strict=True)
             self._buffers = [Buffer.wrap(plan, data) for plan, data in rows]
-            for k, buffer in enumerate(self._buffers):
-                if buffer._memory is not None:
-                    buffer._memory.report_to(words[k : k + 1])
+            tensors.report(self._buffers, words)
         return self._buffers

@@ -216,11 +216,6 @@ class Block:
         self.current = True
 
 
-def _rounded(nbytes: int) -> int:
-    unit = max(_LEAST, 1 << max(0, nbytes.bit_length() - _STEPS))
-    return -(-nbytes // unit) * unit
-
-
 class NetworkRoute:
     """Messages that a transport moves, by one call for all of them."""
 
@@ -305,7 +300,7 @@ class NetworkRoute:
         if found is None or found.memory.shape[0] < nbytes:
             if found is not None:
                 found.current = False
-            found = self._blocks[key] = Block(zeros(_rounded(nbytes), like))
+            found = self._blocks[key] = Block(zeros(tensors.rounded(nbytes, _STEPS, _LEAST), like))
         return found
 
 
@@ -354,7 +349,7 @@ class PeerRoute:
 
     def _region(self, nbytes: int, phase: Phase, purpose: str) -> Region:
         """What calls share that need about so many bytes."""
-        key = _rounded(nbytes), phase, purpose
+        key = tensors.rounded(nbytes, _STEPS, _LEAST), phase, purpose
         if key not in self._regions:
             self._regions[key] = self._peers.region(key[0])
         return self._regions[key]

@@ -236,9 +236,7 @@ class Prepared(Judged):
         slot.words = tensors.empty((slot.late_at + len(slot.exchanges),), INT64, self._like)
         slot.words[...] = 0
         flat = [buffer for exchange in slot.exchanges for buffer in exchange.buffers]
-        for k, buffer in enumerate(flat):
-            if buffer is not None and buffer._memory is not None:
-                buffer._memory.report_to(slot.words[k : k + 1])
+        tensors.report(flat, slot.words)
 
     def rest(self) -> None:
         """Give up the memory of messages until the next call, as far as nobody waits for a work."""

@@ -77,6 +77,7 @@ class RowMessages:
 
     def __init__(self, steps: Steps) -> None:
         self._session, self._memory, self._coding = steps.session, steps.memory, steps.coding
+        self._comparisons = steps.comparisons
         self._transport = steps.session.transport
         self._rank, self._size = steps.session.rank, steps.session.size
         #: By purpose, dtype and rank, of messages to it and from it.
@@ -141,10 +142,7 @@ class RowMessages:
         with call.stage("sizes"):
             arriving = self._arriving_late(receive.words.index_select(0, receive.places))
             late = PendingDigests(arriving, receive.some, digest, self._spare)
-            if self._session.verify or arriving.on_host:
-                late.settle(call, self._transport.timeout)
-            else:
-                call.late.append(late)
+            self._comparisons.check_late(call, late)
 
     @tensors.kept
     def _arriving_late(self, words: Any) -> tensors.PendingHostCopy:

@@ -72,7 +72,11 @@ class PeerMessages:
     """
 
     def __init__(self, steps: Steps, peers: PeerMemory) -> None:
-        self._session, self._memory, self._coding = steps.session, steps.memory, steps.coding
+        self._memory, self._coding, self._comparisons = (
+            steps.memory,
+            steps.coding,
+            steps.comparisons,
+        )
         self._rank, self._size = steps.session.rank, steps.session.size
         self._peers = peers
         #: Calls take turns: who writes again has seen all come that read this memory before. What
@@ -115,10 +119,7 @@ class PeerMessages:
             laid.words[self._rank].fill_(digest)
             region.barrier()
             pending = PendingWords(self._told(region, laid.words), digest, self._size, self._spare)
-            if self._session.verify or pending.arriving.on_host:
-                pending.settle(call, self._session.transport.timeout)
-            else:
-                call.late.append(pending)
+            self._comparisons.check_late(call, pending)
         meanwhile()
         some = [p for p in there if p.nelem]
         call.raw_bytes += sum(p.nelem * dtype.itemsize for p in some)
@@ -144,8 +145,7 @@ class PeerMessages:
         if before < nbytes:
             # All that is too small together takes a few times as much as the last.
             nbytes = max(nbytes, before + before // 2)
-            unit = max(_LEAST, 1 << max(0, nbytes.bit_length() - _STEPS))
-            known.append(self._peers.region(-(-nbytes // unit) * unit))
+            known.append(self._peers.region(tensors.rounded(nbytes, _STEPS, _LEAST)))
         return known[-1]
 
     @tensors.kept
@@ -160,10 +160,7 @@ class PeerMessages:
             Buffer.wrap(plan, part[begin : begin + plan.nbytes])
             for plan, part in zip(here, memory, strict=True)
         ]
-        words = self._memory.status_words(like)
-        for k, buffer in enumerate(buffers):
-            if buffer._memory is not None:
-                buffer._memory.report_to(words[k : k + 1])
+        tensors.report(buffers, self._memory.status_words(like))
         digests = [tensors.view(part[: _INT64.itemsize], _INT64) for part in memory]
         return _Layout(there, data, buffers, digests)
 

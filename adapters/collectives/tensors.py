@@ -13,9 +13,9 @@ import functools
 import operator
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from ... import arrays
 from ...arrays import ArrayInfo, Target
 from ...codecs.common.float_mode import default_floats
 from ...formats.dtypes import BY_NAME, DType
+
+if TYPE_CHECKING:
+    from ...buffer import Buffer
 
 Array = npt.NDArray[Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -321,6 +324,22 @@ def random_normal(n: int, dtype: DType, like: Any) -> Any:
         return cast(torch.randn(n, device=like.device).mul_(0.02), dtype)
     values = np.random.default_rng(0).standard_normal(n, np.float32) * np.float32(0.02)
     return values.astype(dtype.numpy)
+
+
+def rounded(nbytes: int, bits: int, least: int = 1) -> int:
+    """So many bytes or a few more, so that few sizes of memory differ.
+
+    They are a multiple of `least` and of a power of two, at most ``nbytes / 2 ** (bits - 1)``.
+    """
+    unit = max(least, 1 << max(0, nbytes.bit_length() - bits))
+    return -(-nbytes // unit) * unit
+
+
+def report(buffers: Iterable[Buffer | None], words: Any) -> None:
+    """Have what decoding on a GPU finds go to `words`, int64, shape (buffers,) or longer."""
+    for k, buffer in enumerate(buffers):
+        if buffer is not None and buffer._memory is not None:
+            buffer._memory.report_to(words[k : k + 1])
 
 
 def current_stream(x: Any) -> Any:

@@ -91,9 +91,8 @@ class WorkMemory:
                     self._layouts.clear()
                 nbytes = MessageViews.nbytes_of(plans, prefix)
                 # Sizes differ from call to call: not each that is a little larger takes new memory.
-                unit = 1 << max(0, nbytes.bit_length() - _STEPS)
                 before = self._memories.get(key[:2])
-                memory = self.scratch(name, -(-nbytes // unit) * unit, like)
+                memory = self.scratch(name, tensors.rounded(nbytes, _STEPS), like)
                 if memory is not before:
                     # Bytes between parts are sent, too.
                     memory[:] = 0

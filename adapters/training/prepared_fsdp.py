@@ -234,7 +234,7 @@ class PreparedGather(PreparedHook):
             if native_is_faster:
                 return native()
             work = gather(input_tensor, output_tensor, kept)
-            if hook is not None:
+            if hook is not None and work.may_change and not known_at_once(input_tensor.device):
                 hook.note(work)
             self._count(work)
             self._made.append(work)
@@ -261,8 +261,7 @@ class _Gather:
         self._asked = False
         #: From a gather outside of backward to the first one in backward: see ``shard_state``.
         self._span = 0
-        #: What is gathered now, and the last gather outside of backward, with what it gathered.
-        self._state: ShardState | None = None
+        #: The last gather outside of backward, with what it gathered.
         self._forward: tuple[ShardState, Work] | None = None
         #: PyTorch's own communication, and what leaves with this hook; with the route "auto".
         self.own: Any = None
@@ -292,19 +291,20 @@ class _Gather:
         if not in_backward:
             self._hook.begin(group, self._module)
         self._span += not in_backward
-        by_state = self._kept is not None and not self._kept.compares
-        if by_state or not known_at_once(input_tensor.device):
-            self._state = shard_state(param_groups(self._module), self._span)
-        if self._kept is not None:
-            self._kept.state = self._state
+        if self._kept is not None and not self._kept.compares:
+            self._kept.state = self._state()
         try:
             return self._hook.gather(output_tensor, input_tensor, group, self._kept, self)
         finally:
             # Nobody knows what a later backward follows.
             self._span += in_backward
 
+    def _state(self) -> ShardState | None:
+        """What is gathered now."""
+        return shard_state(param_groups(self._module), self._span)
+
     def note(self, work: Work) -> None:
-        """Note a gather by this hook.
+        """Note a gather by this hook, for which the host may have to wait.
 
         What has fitted in forward is not waited for in backward. All ranks must find the same here,
         or some would make a call once more, and others not. So only what all of them know counts,
@@ -314,7 +314,8 @@ class _Gather:
         Args:
             work: Its work.
         """
-        state, forward = self._state, self._forward
+        kept, forward = self._kept, self._forward
+        state = self._state() if kept is None or kept.compares else kept.state
         if torch._C._current_graph_task_id() == -1:
             self._forward = None if state is None else (state, work)
         elif state is not None and forward is not None and state.is_of_the_step_of(forward[0]):
