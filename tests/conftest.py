@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Hashable
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
@@ -16,6 +16,9 @@ from interpreter import hasten
 from support import FLOATS
 from tightwire.formats.dtypes import BY_NAME, DType
 from tightwire.planning import HOST_BACKENDS
+
+if TYPE_CHECKING:
+    from kernels import Watched
 
 #: From the smallest to the largest; the last needs packages of its own.
 TIERS = ("slow", "gpu", "multi_gpu", "long", "plugins")
@@ -185,3 +188,20 @@ def float_dtype(request: pytest.FixtureRequest) -> DType:
 def any_dtype(request: pytest.FixtureRequest) -> DType:
     """Each dtype there is."""
     return BY_NAME[request.param]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest) -> str:
+    """Where kernels run."""
+    torch = pytest.importorskip("torch")
+    if request.param == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels are compiled for the GPU here")
+    return str(request.param)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched | None:
+    """Watch the interpreter; on a GPU guard bytes and compute-sanitizer (sanitize.py) do that."""
+    from kernels import watch
+
+    return watch(monkeypatch)

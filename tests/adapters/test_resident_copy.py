@@ -14,25 +14,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from kernels import MARKS, POISON, Memory, watch  # noqa: E402
+from kernels import MARKS, POISON, Memory  # noqa: E402
 from tightwire.adapters.collectives import resident_copy_triton as resident  # noqa: E402
 
 #: Bytes of a program's block.
 BLOCK = 4 * resident._WORDS
-PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 pytestmark = [mark for mark in MARKS if mark.name != "fast_cases"]
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return watch(monkeypatch)
-
-
-@pytest.fixture(params=PLACES)
-def place(request: pytest.FixtureRequest) -> str:
-    if request.param == "cpu" and torch.cuda.is_available():
-        pytest.skip("kernels are compiled for the GPU here")
-    return str(request.param)
 
 
 @pytest.fixture

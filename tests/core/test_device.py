@@ -23,14 +23,6 @@ pytest.importorskip("triton")
 N = 5000
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request: pytest.FixtureRequest) -> str:
-    """Where kernels run."""
-    if request.param == "cpu" and torch.cuda.is_available():
-        pytest.skip("kernels are compiled for the GPU here")
-    return str(request.param)
-
-
 def tensor(place: str, dtype: str = "bfloat16", n: int = N, pattern: str = "normal") -> Any:
     bits = make_bits(pattern, BY_NAME[dtype], n)
     flat = torch.from_numpy(bits.view(np.uint8).copy()).view(getattr(torch, dtype))

@@ -70,14 +70,6 @@ def lengths(name: str, place: str, *nelems: int) -> list[int]:
     return [max(n // SLOW.get(name, 1), min(n, 1)) if place == "cpu" else n for n in nelems]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request: pytest.FixtureRequest) -> str:
-    """Where kernels run."""
-    if request.param == "cpu" and torch.cuda.is_available():
-        pytest.skip("kernels are compiled for the GPU here")
-    return str(request.param)
-
-
 def values(n: int, place: str, seed: int = 0, dtype: str = "bfloat16", apart: bool = False) -> Any:
     x = np.random.default_rng(seed).standard_normal(n + 1).astype(np.float32) * 3
     tensor = torch.from_numpy(x).to(getattr(torch, dtype)).to(place)

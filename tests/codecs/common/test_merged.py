@@ -55,14 +55,6 @@ _OTHER = Variant(_note_kernel, options(1), FACTOR=5, DOUBLED=False)
 NUMBERS = -7, -(1 << 40), (1 << 64) - 3, -2.25
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request: pytest.FixtureRequest) -> str:
-    """Where kernels run."""
-    if request.param == "cpu" and torch.cuda.is_available():
-        pytest.skip("kernels are compiled for the GPU here")
-    return str(request.param)
-
-
 def expected(pids: int, a: int, word: int) -> list[list[int]]:
     return [[pid, pids, a, -(1 << 40), -3, -9, word, -1] for pid in range(pids)]
 
