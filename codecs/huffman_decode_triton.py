@@ -12,7 +12,6 @@ import triton.language as tl
 
 from .common.huffman import WORK_NBYTES
 from .common.huffman_decode_triton import (
-    DECODING,
     EDGE_WORDS,
     LANES,
     TILES,
@@ -32,7 +31,6 @@ from .common.huffman_tables_triton import (
     TABLE_NBYTES,
     check_table,
     fill_table,
-    table_memory,
     wide,
     words_at,
 )
@@ -151,26 +149,32 @@ def _words_at(ptr, begin, m, use, W: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def _others_at(
-    tile, plane, begin, coded, done, W: tl.constexpr, EDGE: tl.constexpr, L: tl.constexpr
-):
-    """The words of the planes but number `plane`, from byte `begin` of runs on, zeros of such as
-    are coded or, with a plane before, `done`.
+def _others_of(tile, plane, coded, done, L: tl.constexpr):
+    """(where the planes but number `plane` are, and of which rows they are read) of each: of such
+    as are coded or, with a plane before, `done`, of none.
     """
     stored_ptr, m, rows, _, _, _ = tile
     found = ()
-    OTHERS: tl.constexpr = L.item - 1
     nbytes = padded(m, _STEP)
-    for j in tl.static_range(OTHERS):
+    at = nbytes * 0
+    for j in tl.static_range(L.item - 1):
+        # Plane j, or behind number `plane` the one after it.
+        behind = at + (1 - ((coded >> j) & 1)) * nbytes
         k = tl.where(plane <= j, j + 1, j)
-        # Bits of planes before number k that are stored.
-        before = ~coded & ((1 << k) - 1)
-        at = nbytes * 0
-        for i in tl.static_range(OTHERS):
-            at += ((before >> i) & 1) * nbytes
         here = ((coded >> k) & 1) + done == 0
         use = rows & (tl.arange(0, RUNS)[None, :] >= tl.where(here, 0, RUNS))
-        found = found + (_words_at(stored_ptr + at, begin, nbytes, use, W, EDGE),)
+        found = found + ((stored_ptr + tl.where(plane <= j, behind, at), use),)
+        at = behind
+    return found
+
+
+@triton.jit
+def _others_at(others, nbytes, begin, W: tl.constexpr, EDGE: tl.constexpr):
+    """Their words from byte `begin` of runs on, zeros of those that are not read."""
+    found = ()
+    for j in tl.static_range(len(others)):
+        source, use = others[j]
+        found = found + (_words_at(source, begin, nbytes, use, W, EDGE),)
     return found
 
 
@@ -192,7 +196,9 @@ def _decode_planes(
     run = tl.arange(0, LANES) % RUNS
     count = tl.minimum(tl.maximum(of_lanes(m) - run * RUN, 0), RUN)
     if L.store:
-        others = _others_at(tile, plane, stop * 0, coded, done, W, EDGE, L)
+        nbytes = padded(m, _STEP)
+        places = _others_of(tile, plane, coded, done, L)
+        others = _others_at(places, nbytes, stop * 0, W, EDGE)
     for number in range(0, stop, 4 * W):
         # What the interpreter counts with is no tensor.
         begin = stop * 0 + number
@@ -205,7 +211,7 @@ def _decode_planes(
         if L.store:
             # Loaded long before they are needed. That this is behind look-ups also lets Triton keep
             # words where they are loaded, and move those that are decoded there.
-            following = _others_at(tile, plane, begin + 4 * W, coded, done, W, EDGE, L)
+            following = _others_at(places, nbytes, begin + 4 * W, W, EDGE)
             merged = (tl.where(plane == 0, found, others[0]) if ITEM > 1 else found,)
             for k in tl.static_range(1, ITEM):
                 v = tl.where(plane == k, found, others[k - 1])
@@ -219,29 +225,22 @@ def _decode_planes(
 
 @triton.jit
 def _decode_runs(
-    tile, out, k, data, size, bit, bits, use, fixed, done, coded, memory, codes, table_ptr,
-    plane_ptr, edge, UNIT: tl.constexpr, L: tl.constexpr,
+    tile, out, k, data, size, bit, bits, use, fixed, done, coded, memory, table_ptr,
+    plane_ptr, UNIT: tl.constexpr, EDGE: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """Decode runs, where `use`, of plane `k`; whether they do not end where they should."""
     table = memory
     if not L.ptx:
         table = words_at(plane_ptr, 0)
-    lengths, of_escape = codes
     # Behind it threads see what others have written of the plane before.
-    fill_table(lengths, of_escape, table_ptr, table, UNIT, L.ptx)
+    fill_table(table_ptr, table, UNIT, L.ptx)
     s, ring, words, last = open_runs(data, bit, size, use, memory, UNIT, L.ptx)
     first = s[3]
     # fmt: off
-    if edge:
-        s = _decode_planes(
-            tile, out, k, 0, s, ring, words, last, use, fixed, done, coded, table, table_ptr,
-            NARROW, UNIT, True, L,
-        )
-    else:
-        s = _decode_planes(
-            tile, out, k, 0, s, ring, words, last, use, fixed, done, coded, table, table_ptr,
-            NARROW, UNIT, False, L,
-        )
+    s = _decode_planes(
+        tile, out, k, 0, s, ring, words, last, use, fixed, done, coded, table, table_ptr,
+        NARROW, UNIT, EDGE, L,
+    )
     # fmt: on
     close_runs(ring, L.ptx)
     return any_of_tile(use & (s[3] - first != bits))
@@ -255,8 +254,8 @@ def _any(found):
 
 @triton.jit
 def _decode_tiles(
-    dynamic_ptr, data_at, at, size, n, lo, hi, coded, tables_ptr, work_ptr, out, good,
-    L: tl.constexpr,
+    dynamic_ptr, data_at, at, size, n, lo, hi, coded, tables_ptr, work_ptr, out, good, memory,
+    EDGE: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """Decode elements `lo` to `hi` of a group of `n`, of the tiles that are `good`.
 
@@ -264,7 +263,6 @@ def _decode_tiles(
     Gives the tiles that are good after all.
     """
     ITEM: tl.constexpr = L.item
-    memory = table_memory(DECODING, L.ptx)
     run = tl.arange(0, LANES) % RUNS
     first = tl.arange(0, LANES) // RUNS * TILE
     m = tl.minimum(tl.maximum(n - first, 0), TILE)
@@ -277,7 +275,6 @@ def _decode_tiles(
             good = good & (any_between(data, at + m, end, good) == 0)
             at = end
     first += run * RUN
-    edge = (L.aligned == 0) | (n % RUN != 0) | (lo % RUN != 0) | (hi % RUN != 0)
     rows = (first < hi) & (first + RUN > lo)
     of_tile = tl.minimum(tl.maximum(n - tl.arange(0, TILES) * TILE, 0), TILE)
     fixed = wide(of_tile * 0, ITEM)
@@ -288,7 +285,7 @@ def _decode_tiles(
         if is_coded:
             table_ptr = tables_ptr + n_coded * TABLE_NBYTES
             n_coded += 1
-            lengths, of_escape, bad = check_table(table_ptr)
+            _, _, bad = check_table(table_ptr)
             good = good & (m * 0 + bad == 0)
             mode, value, bit, ends, end, bad = open_block(data, at, size, m, good)
             good = good & (bad == 0)
@@ -302,24 +299,23 @@ def _decode_tiles(
                 bits = ends - bit
                 plane_ptr = work_ptr + k * _PLANE_NBYTES
                 plane = coded * 0 + k
-                codes = lengths, of_escape
                 tile = stored_ptr, of_tile, of_tiles(rows & good), lo, hi, tl.minimum(n, RUN)
                 # fmt: off
                 if L.cut >= ITEM:
                     bad = _decode_runs(
                         tile, out, plane, data, size, bit, bits, use, fixed, done, coded,
-                        memory, codes, table_ptr, plane_ptr, edge, L.low, L,
+                        memory, table_ptr, plane_ptr, L.low, EDGE, L,
                     )
                 else:
                     if k < L.cut:
                         bad = _decode_runs(
                             tile, out, plane, data, size, bit, bits, use, fixed, done, coded,
-                            memory, codes, table_ptr, plane_ptr, edge, L.low, L,
+                            memory, table_ptr, plane_ptr, L.low, EDGE, L,
                         )
                     else:
                         bad = _decode_runs(
                             tile, out, plane, data, size, bit, bits, use, fixed, done, coded,
-                            memory, codes, table_ptr, plane_ptr, edge, L.high, L,
+                            memory, table_ptr, plane_ptr, L.high, EDGE, L,
                         )
                 # fmt: on
                 good = good & (bad == 0)
@@ -339,16 +335,10 @@ def _decode_tiles(
                 s = (run, run, run, run, run)
                 tl.debug_barrier()
                 # fmt: off
-                if edge:
-                    _decode_planes(
-                        tile, out, plane, source, s, 0, 0, 0, stored, fixed, done, coded, 0, 0,
-                        STORED, 1, True, L,
-                    )
-                else:
-                    _decode_planes(
-                        tile, out, plane, source, s, 0, 0, 0, stored, fixed, done, coded, 0, 0,
-                        STORED, 1, False, L,
-                    )
+                _decode_planes(
+                    tile, out, plane, source, s, 0, 0, 0, stored, fixed, done, coded, 0, 0,
+                    STORED, 1, EDGE, L,
+                )
                 # fmt: on
                 fixed = fixed * 0
                 done = done * 0 + 1
@@ -356,10 +346,11 @@ def _decode_tiles(
     return good & (any_between(data, at, size, good) == 0)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def decode_group(
-    static_ptr, dynamic_ptr, of_chunk, nbytes, group, n, lo, hi, work_ptr, out, L: tl.constexpr
-):
+    static_ptr, dynamic_ptr, of_chunk, nbytes, group, n, lo, hi, work_ptr, out, memory,
+    EDGE: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
     """Decode elements `lo` to `hi` of a group of `n`, from a chunk with so many tiles and bytes of
     payload; whether what they are read from is wrong.
     """
@@ -391,7 +382,7 @@ def decode_group(
         # fmt: off
         good = _decode_tiles(
             dynamic_ptr, data_at, behind, size, n, lo, hi, coded, dynamic_ptr + tables_at,
-            work_ptr, out, good, L,
+            work_ptr, out, good, memory, EDGE, L,
         )
         # fmt: on
         bad = _any(used & (good == 0))

@@ -34,17 +34,15 @@ from .common.fill_triton import zero
 from .common.frame_triton import CHUNK, CHUNK_PAYLOAD, Places, clear, frame_of, report
 from .common.gathered_sums_triton import launch_sum, read_elements
 from .common.huffman import WORK_NBYTES
-from .common.huffman_decode_triton import LANES, TILES
-from .common.huffman_encode_triton import count_bytes, measure_tile, write_tile
+from .common.huffman_decode_triton import DECODING, LANES, TILES
+from .common.huffman_encode_triton import PACKING, count_bytes, measure_tile, write_tile
 from .common.huffman_tables_triton import (
     COUNTS_AT,
     find_table,
     table_memory,
     words_at,
 )
-from .common.huffman_triton import (
-    TILE,
-)
+from .common.huffman_triton import RUN, TILE
 from .common.launch_triton import CUDA, PTX, Variant, kernel, options, program
 from .common.merged_triton import merged_functions
 from .common.minifloat_triton import aligned_for
@@ -291,10 +289,11 @@ def _pack_kernel(
             coded_ptr = static_ptr + 4 * ((n + (TILE - 1)) // TILE) + group
             work_ptr = _work_of(scratch_ptr, work_at, chunk, groups, group, ITEM)
             tile_ptr = dynamic_ptr + before * _STEP
+            memory = table_memory(PACKING, L.ptx)
             if (m == TILE) & L.aligned:
-                write_tile(x, m, t, work_ptr, tile_ptr, coded_ptr, True, L)
+                write_tile(x, m, t, work_ptr, tile_ptr, coded_ptr, memory, True, L)
             else:
-                write_tile(x, m, t, work_ptr, tile_ptr, coded_ptr, False, L)
+                write_tile(x, m, t, work_ptr, tile_ptr, coded_ptr, memory, False, L)
             if begin + TILE >= n:
                 end_ptr = dynamic_ptr + (nbytes - _STEP)
                 tl.store(end_ptr.to(tl.pointer_type(tl.int64)), n * 0)
@@ -349,10 +348,19 @@ def _decode_kernel(
             # fmt: on
         else:
             work_ptr = _work_of(scratch_ptr, work_at, chunk, groups, group, ITEM)
+            memory = table_memory(DECODING, L.ptx)
+            edge = (L.aligned == 0) | (m % RUN != 0) | (lo % RUN != 0) | (hi % RUN != 0)
             # fmt: off
-            bad = decode_group(
-                static_ptr, dynamic_ptr, of_chunk, nbytes, group, m, lo, hi, work_ptr, out, L
-            )
+            if edge:
+                bad = decode_group(
+                    static_ptr, dynamic_ptr, of_chunk, nbytes, group, m, lo, hi, work_ptr, out,
+                    memory, True, L,
+                )
+            else:
+                bad = decode_group(
+                    static_ptr, dynamic_ptr, of_chunk, nbytes, group, m, lo, hi, work_ptr, out,
+                    memory, False, L,
+                )
             # fmt: on
             if bad:
                 report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)

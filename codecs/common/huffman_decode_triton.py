@@ -29,6 +29,53 @@ _CODES = tl.constexpr(1 << huffman.LIMIT)
 _RING, _RINGS_AT = tl.constexpr(64), tl.constexpr(4 * (_CODES.value + SORTED.value))
 #: Bytes of shared memory.
 DECODING = tl.constexpr(str(_RINGS_AT.value + _RING.value * LANES.value))
+#: `_copy_part` in PTX: $1 the ring, $2 the codes, $3 the part, $4 the last word.
+_COPY_PART = tl.constexpr(
+    f"""{{
+    .reg .b32 at;
+    .reg .b64 from;
+    .reg .pred here;
+    shl.b32 at, $3, 2;
+    setp.le.s32 here, at, $4;
+    shl.b32 at, $3, 4;
+    and.b32 at, at, {_RING.value - 16};
+    add.u32 at, at, $1;
+    mul.wide.s32 from, $3, 16;
+    add.s64 from, from, $2;
+    @here cp.async.cg.shared.global [at], [from], 16;
+    mov.u32 $0, $3;
+    }}"""
+)
+#: `_next_unit` in PTX, in one piece: how long Triton compiles a kernel grows by the cube of its
+#: operations. $0 to $4: the value, and of the state two words, the next, and the bit; $5 to $8: the
+#: state before; $9 the ring, $10 the table, $11 whether the lane is live.
+_NEXT_UNIT = tl.constexpr(
+    f"""{{
+    .reg .b32 window, entry, raw, takes, differ, at;
+    .reg .pred escaped, cross;
+    shf.r.wrap.b32 window, $5, $6, $8;
+    and.b32 at, window, {(_CODES.value - 1) * 4};
+    add.u32 at, at, $10;
+    ld.shared.b32 entry, [at];
+    shf.r.wrap.b32 raw, window, 0, entry;
+    and.b32 at, entry, {IS_ESCAPE.value};
+    setp.ne.u32 escaped, at, 0;
+    selp.b32 $0, raw, entry, escaped;
+    shr.u32 takes, entry, {TAKES_AT.value};
+    mul.lo.u32 takes, takes, $11;
+    add.u32 $4, $8, takes;
+    xor.b32 differ, $4, $8;
+    setp.gt.u32 cross, differ, 31;
+    selp.b32 $1, $6, $5, cross;
+    selp.b32 $2, $7, $6, cross;
+    shr.u32 at, $4, 3;
+    and.b32 at, at, {_RING.value - 4};
+    or.b32 at, at, $9;
+    mov.b32 $3, $7;
+    @cross ld.shared.b32 $3, [at];
+    }}"""
+)
+_NEXT_LIVE_UNIT = tl.constexpr(_NEXT_UNIT.value.replace("mul.lo.u32 takes, takes, $11;", ""))
 
 
 @triton.jit
@@ -131,17 +178,14 @@ def _entry_at(table, window, PTX: tl.constexpr):
 
 
 @triton.jit
-def _copy_part(ring, source, part, here):
-    """Begin to copy the part number `part` of 16 bytes of a lane's codes to its ring, if `here`."""
+def _copy_part(ring, source, part, last):
+    """Begin to copy the part number `part` of 16 bytes of a lane's codes to its ring, if it starts
+    by word number `last`.
+    """
     tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $3, 0; "
-        "@p cp.async.cg.shared.global [$1], [$2], 16; mov.u32 $0, $3; }",
-        "=r,r,l,r",
-        (
-            ring + (part * 16 & (_RING - 1)),
-            (source + part * 4).to(tl.int64),
-            here.to(tl.int32),
-        ),
+        _COPY_PART,
+        "=r,r,l,r,r",
+        (ring, source.to(tl.int64), part, last),
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -168,49 +212,36 @@ def _next_part(s, ring, words, last, PTX: tl.constexpr):
         low, high, more, n, part = s
         # The part of the next word is read from, the three behind it are there or on their way.
         free = part < (n >> 7) + 4
-        _copy_part(ring, words, part, free & (part * 4 <= last))
+        _copy_part(ring, words, part, tl.where(free, last, -1))
         _wait_parts(ring, "2")
         s = low, high, more, n, part + free.to(tl.int32)
     return s
 
 
 @triton.jit
-def _following(ring, words, last, n, bits, more, PTX: tl.constexpr):
-    """The word with bit `n`, uint32, if `bits` are 32 and more: else it is `more`.
-
-    What words behind number `last` are means nothing.
-    """
+def _next_unit(s, ring, words, last, live, table, EDGE: tl.constexpr, PTX: tl.constexpr):
+    """A unit's value in the low bits of a word, and the state behind it: see `open_runs`."""
+    low, high, more, n, part = s
     if PTX:
-        # Under a predicate of its own: else ptxas reads it as late as the word is needed.
-        return tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.gt.u32 p, $2, 31; mov.b32 $0, $3; @p ld.shared.b32 $0, [$1]; }",
-            "=&r,r,r,r",
-            (ring | ((n >> 3) & (_RING - 4)), bits, more),
-            dtype=tl.uint32,
+        value, low, high, more, after = tl.inline_asm_elementwise(
+            _NEXT_UNIT if EDGE else _NEXT_LIVE_UNIT,
+            "=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r",
+            (low, high, more, n, ring, table, live.to(tl.int32)),
+            dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32, tl.int32),
             is_pure=False,
             pack=1,
         )
     else:
-        return tl.load(words + (n >> 5), mask=(bits > 31) & (n >> 5 <= last), other=more)
-
-
-@triton.jit
-def _next_unit(s, ring, words, last, live, table, EDGE: tl.constexpr, PTX: tl.constexpr):
-    """A unit's value in the low bits of a word, and the state behind it: see `open_runs`."""
-    low, high, more, n, part = s
-    window = _funnel(low, high, n, PTX)
-    entry = _entry_at(table, window, PTX)
-    raw = _funnel(window, window * 0, entry, PTX)
-    value = tl.where((entry & IS_ESCAPE) != 0, raw, entry)
-    takes = (entry >> TAKES_AT).to(tl.int32)
-    if EDGE:
-        takes = tl.where(live, takes, 0)
-    after = n + takes
-    # A code and 2 bytes are at most 28 bits.
-    differ = (after ^ n).to(tl.uint32, bitcast=True)
-    cross = differ > 31
-    low, high = tl.where(cross, high, low), tl.where(cross, more, high)
-    more = _following(ring, words, last, after, differ, more, PTX)
+        window = _funnel(low, high, n, PTX)
+        entry = _entry_at(table, window, PTX)
+        raw = _funnel(window, window * 0, entry, PTX)
+        value = tl.where((entry & IS_ESCAPE) != 0, raw, entry)
+        takes = (entry >> TAKES_AT).to(tl.int32)
+        after = n + (tl.where(live, takes, 0) if EDGE else takes)
+        # A code and 2 bytes are at most 28 bits.
+        cross = (after ^ n).to(tl.uint32, bitcast=True) > 31
+        low, high = tl.where(cross, high, low), tl.where(cross, more, high)
+        more = tl.load(words + (after >> 5), mask=cross & (after >> 5 <= last), other=more)
     return value, (low, high, more, after, part)
 
 
@@ -273,7 +304,7 @@ def open_runs(data, bit, size, use, memory, UNIT: tl.constexpr, PTX: tl.constexp
         part = n >> 7
         if PTX:
             for _ in tl.static_range(4):
-                _copy_part(ring, words, part, use & (part * 4 <= last))
+                _copy_part(ring, words, part, last)
                 part += 1
             _wait_parts(ring, "0")
         return (low, high, more, n, part), ring, words, last

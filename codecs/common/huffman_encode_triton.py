@@ -54,7 +54,36 @@ _COUNTED = tl.constexpr(512)
 #: Fours of elements of each run that are coded at a time, of whole tiles and of others or 8 bytes.
 _AT_ONCE, _FEWER = tl.constexpr(8), tl.constexpr(4)
 #: Bytes of shared memory: entries, then up to 16 pieces of each run.
-_PACKING = tl.constexpr("7424")
+PACKING = tl.constexpr("7424")
+#: `_append` of what is in shared memory by PTX, in one piece as in huffman_decode_triton.py.
+#: $0 to $2: the state, a word, its bits and where it will be; $3 to $5: the state before; $6 where
+#: the piece is, $7 the words.
+_APPEND = tl.constexpr(
+    """{
+    .reg .b32 low, high, after, first, second, third;
+    .reg .b64 to;
+    .reg .pred one, two;
+    ld.shared.v2.b32 {low, high}, [$6];
+    shr.u32 after, high, 24;
+    add.u32 after, after, $4;
+    and.b32 high, high, 0xFFFFFF;
+    shl.b32 first, low, $4;
+    or.b32 first, first, $3;
+    shf.l.wrap.b32 second, low, high, $4;
+    shf.l.wrap.b32 third, high, 0, $4;
+    setp.gt.u32 one, after, 31;
+    setp.gt.u32 two, after, 63;
+    mul.wide.s32 to, $5, 4;
+    add.s64 to, to, $7;
+    @one st.global.b32 [to], first;
+    @two st.global.b32 [to+4], second;
+    selp.b32 first, second, first, one;
+    selp.b32 $0, third, first, two;
+    and.b32 $1, after, 31;
+    shr.u32 second, after, 5;
+    add.s32 $2, $5, second;
+    }"""
+)
 
 
 @triton.jit
@@ -397,14 +426,14 @@ def _pieces_of(word, more, entries, of_escape, UNIT: tl.constexpr, PTX: tl.const
 
 
 @triton.jit
-def _append(s, piece, out, PTX: tl.constexpr):
+def _append(s, piece, out):
     """Append pieces to the words of lanes: what is not stored yet, its bits, where it will be."""
     word, n, at = s
     low, high = piece
     after = n + (high >> 24)
     high = high & 0xFFFFFF
     word |= low << n
-    second, third = _upper(low, high, n, PTX), _upper(high, high * 0, n, PTX)
+    second, third = _upper(low, high, n, False), _upper(high, high * 0, n, False)
     tl.store(out + at, word.to(tl.int32, bitcast=True), mask=after >= 32)
     tl.store(out + (at + 1), second.to(tl.int32, bitcast=True), mask=after >= 64)
     word = tl.where(after >= 64, third, tl.where(after >= 32, second, word))
@@ -441,15 +470,14 @@ def _append_all(s, pieces, out, memory, N: tl.constexpr, PTX: tl.constexpr):
         tl.debug_barrier()
         lane = memory + tl.arange(0, RUNS) * NBYTES
         for j in tl.static_range(N * PAIRS):
-            piece = tl.inline_asm_elementwise(
-                "ld.shared.v2.b32 {$0, $1}, [$2];",
-                "=r,=r,r",
-                (lane + 8 * j,),
-                dtype=(tl.uint32, tl.uint32),
+            s = tl.inline_asm_elementwise(
+                _APPEND,
+                "=&r,=&r,=&r,r,r,r,r,l",
+                (s[0], s[1], s[2], lane + 8 * j, out.to(tl.int64)),
+                dtype=(tl.uint32, tl.uint32, tl.int32),
                 is_pure=False,
                 pack=1,
             )
-            s = _append(s, piece, out, PTX)
     else:
         columns = ()
         for j in tl.static_range(PAIRS):
@@ -457,7 +485,7 @@ def _append_all(s, pieces, out, memory, N: tl.constexpr, PTX: tl.constexpr):
             columns = columns + ((low, _columns(tl.reshape(pieces[j][1], [RUNS, N]))),)
         for i in tl.static_range(N):
             for j in tl.static_range(PAIRS):
-                s = _append(s, (columns[j][0][i], columns[j][1][i]), out, PTX)
+                s = _append(s, (columns[j][0][i], columns[j][1][i]), out)
     return s
 
 
@@ -585,11 +613,10 @@ def _write_plane(
     )  # fmt: skip
 
 
-@triton.jit
-def write_tile(x, m, t, work_ptr, out_ptr, coded_ptr, FULL: tl.constexpr, L: tl.constexpr):
+@triton.jit(noinline=True)
+def write_tile(x, m, t, work_ptr, out_ptr, coded_ptr, memory, FULL: tl.constexpr, L: tl.constexpr):
     """Write tile `t` of a group; of the first one also the tables, and which planes are coded."""
     ITEM: tl.constexpr = L.item
-    memory = table_memory(_PACKING, L.ptx)
     coded = m * 0
     for k in range(ITEM):
         coded |= (tl.load(words_at(work_ptr + k * _WORK_NBYTES, FLAG_AT)) != 0).to(tl.int32) << k

@@ -424,12 +424,13 @@ def check_table(table_ptr):
 
 
 @triton.jit
-def fill_table(lengths, of_escape, table_ptr, table, UNIT: tl.constexpr, PTX: tl.constexpr):
+def fill_table(table_ptr, table, UNIT: tl.constexpr, PTX: tl.constexpr):
     """Make a decoder's entries, by the next 12 bits, of a table that is right.
 
     An entry is the symbol, or 2 bytes, and the bits that it takes. That of an escape has the bits
     of its code, and 2, instead, and takes those of its bytes too unless these are 8.
     """
+    lengths, of_escape, _ = check_table(table_ptr)
     s = tl.arange(0, 256)
     # Two words count codes of all lengths.
     low, high = (lengths > 0) & (lengths <= 6), lengths > 6
