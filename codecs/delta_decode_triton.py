@@ -429,7 +429,7 @@ def _list_changes(info, m, start, L: tl.constexpr):
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _find(base, words, count, m, info, L: tl.constexpr):
     """Find which elements of a coded tile have changed, at MASKS.
 
@@ -494,7 +494,7 @@ def _find(base, words, count, m, info, L: tl.constexpr):
     return bad, total, scale, exceptions, sign_at, gap_at
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _find_ends(base, words, count, m, info, total, scale, exceptions, gap_at, L: tl.constexpr):
     """(whether the tile does not end where it should, where values start, where exceptions do)."""
     WIDTH: tl.constexpr = 8 * L.item
@@ -527,7 +527,7 @@ def _find_ends(base, words, count, m, info, total, scale, exceptions, gap_at, L:
     return bad | (rest != 0), value_at, exception_at
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _change(base, out, words, count, m, begin, info, known, lo, hi, L: tl.constexpr):
     """New values of the changed elements of a tile; (their terms without the old ones', bad).
 

@@ -94,7 +94,7 @@ def _change(v, y, scale, L: tl.constexpr):
     return negative, size, hot, low, quotient, exception
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _scale(info, least, top, larges, L: tl.constexpr):
     """See `delta.scale_of`: from what `_tally` has counted, the least exponent of a change, the
     largest one of large changes with its bit length, and how many those are.
@@ -402,7 +402,7 @@ def clear_words(words, count):
         tl.store(words + i, tl.zeros([512], tl.int32), mask=i < count)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
     """A coded tile, by what `measure_one` has found of it."""
     c = tl.arange(0, 8)

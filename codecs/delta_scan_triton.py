@@ -178,7 +178,7 @@ def scan_tile(base, x, info, m, begin, center, L: tl.constexpr):
     return groups, counts, tl.sum(tl.sum(digest, 1), 0)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def note_needed(base, x, info, m, center, need, L: tl.constexpr):
     """Note the groups of a whole tile that have changes, or elements of classes in `need`; how many
     there are.
@@ -305,7 +305,7 @@ def _number(base, x, info, noted, at, many, m, center, L: tl.constexpr):
     tl.store(info + LIST + i, place | (rank << LOG_TILE), mask=use)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def fill_list(base, x, info, groups, section, dense, m, center, need, window, L: tl.constexpr):
     """The list of a tile, from the groups noted, or if `dense` of a section; how many there are.
 

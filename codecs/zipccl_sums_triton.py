@@ -229,7 +229,7 @@ def _plus_source(
     return v
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _sum_one(
     x_ptr,
     out_ptr,
