@@ -25,7 +25,7 @@ TIERS = ("slow", "gpu", "multi_gpu", "long", "plugins")
 #: Cases that the fast tier has of one test, more than there are codecs and dtypes. The marker
 #: `fast_cases` says fewer, where each takes long: it is interpreted, or has code compiled. With
 #: `slow_cases` the slow tier has a part of them too, and the others are long.
-MOST = 32
+MOST = 24
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -473,7 +473,7 @@ def test_calls_of_many_sizes_share_memory(route: str) -> None:
 
 
 def test_memory_of_large_calls_that_are_over_is_given_back() -> None:
-    large, small = 200_000, 3000
+    large, small = 60_000, 3000
 
     def task(calls: PreparedCalls) -> None:
         first, then = (calls.all_reduce(tensor(0, n), algorithm="two-shot") for n in (large, small))

@@ -110,7 +110,10 @@ def bits_of(x: Any, dtype: str) -> Any:
 @pytest.mark.parametrize("encoded", [True, False])
 @pytest.mark.parametrize(("local", "factor"), [(None, None), (0, 0.375), (2, 1 / 3), (3, None)])
 @pytest.mark.parametrize(("n", "together"), [(9001, 1), (9001, 2), (4096, 1)])
-@pytest.mark.parametrize("name", ["blocks8", "sdp4bit", "mx", "taco", "tahquant", "raw"])
+@pytest.mark.parametrize(
+    "name",
+    ["blocks8", "sdp4bit", "mx", "taco", pytest.param("tahquant", marks=pytest.mark.slow), "raw"],
+)
 @pytest.mark.fast_cases(3)
 @pytest.mark.slow_cases(50)
 def test_sums_of_several_buffers(

@@ -160,7 +160,7 @@ ALLOWED = (
     Allowed("ranks._select_kernel_many", {}, 96, 0, "as of one tensor"),
     Allowed("zipccl_batch._finish_rows_kernel", {}, 512, 0, "as of one tensor"),
     Allowed("zipccl_batch._encode_rows_kernel", {}, 288, 96, "as of one tensor"),
-    Allowed("zipccl_batch._decode_rows_kernel", {}, 256, 64, "tiles that are partial, or unaligned"),
+    Allowed("zipccl_batch._decode_rows_kernel", {}, 256, 64, "tiles that are partial"),
     Allowed("zipccl_sums._sum_kernel", {}, 640, 184, "chunks that are raw, partial tiles"),
     Allowed("nvfp4._pack_sum", {}, 16, 0, "a few words a thread, of a sum of several buffers"),
     Allowed("nvfp4._pack", {"add": [True]}, 8, 0, "two words a thread"),

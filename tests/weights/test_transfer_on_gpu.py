@@ -105,6 +105,7 @@ def test_versions_come_bit_for_bit(place: str, bucket_nbytes: int | None) -> Non
     assert not same(sent[0], sent[1])
 
 
+@pytest.mark.slow
 def test_what_has_changed_too_much_goes_whole(place: str) -> None:
     names = "w1", "v", "double", "steps"
 
