@@ -13,27 +13,21 @@ GPU) as they are. The default policy is lossless.
 
 from __future__ import annotations
 
-import concurrent.futures
-import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
-    Work,
-    _create_work_from_future,
-)
+from torch._C._distributed_c10d import Work
 
-from ..errors import CollectiveError
-from ..transports.torch_dist import TorchDist, disagreement
+from ..transports.base import Transport
+from ..transports.torch_dist import TorchDist
 from . import group_calls
 from .calls import TraceRecord
-from .communicator import Communicator
+from .compressed_calls import CompressedCalls, compare_policies
 from .group_calls import GroupCall
 from .policy import Policy, Rule
-from .side_stream import SideStream
 from .torch_backend import register
 
 __all__ = ["Policy", "Rule", "TightwireGroup", "create", "policy", "set_policy"]
@@ -85,11 +79,7 @@ def create(given: Any, options: Any) -> TightwireGroup:
     """
     is_policy = isinstance(options, (Policy, list, tuple))
     found = _policy_of(options) if is_policy else policy()
-    rank, size = given.group_rank, given.group_size
-    store = dist.PrefixStore("policy", given.store)
-    problem = disagreement(store, rank, size, repr(found.rules), given.timeout)
-    if problem:
-        raise CollectiveError(rank, "new_group", 0, "agree", problem)
+    compare_policies(found, given.store, given.group_rank, given.group_size, given.timeout)
     return TightwireGroup(given, found, None if is_policy else options)
 
 
@@ -127,7 +117,7 @@ class TightwireGroup(dist.ProcessGroup):  # type: ignore[misc]
     def __init__(self, given: Any, policy: Policy, options: Any = None) -> None:
         # The constructor that takes the store makes an object whose methods C++ does not find.
         super().__init__(given.group_rank, given.group_size)
-        self._policy = policy
+        self._calls = CompressedCalls(policy)
         self._native = dist.ProcessGroup(given.store, given.group_rank, given.group_size)
         self._devices: list[str] = []
         #: NCCL's, for messages to lower ranks: see `_one_way`.
@@ -137,8 +127,6 @@ class TightwireGroup(dist.ProcessGroup):  # type: ignore[misc]
         if torch.cuda.is_available() and dist.is_nccl_available():
             self._add("cuda", "nccl", _nccl(given, options, "nccl"))
             self._downward = _nccl(given, options, "nccl, downward")
-        self._channels: dict[tuple[int, torch.device], _Channel] = {}
-        self._connecting = threading.Lock()
         #: Works of compressed calls since coalescing was started; None: it was not.
         self._coalesced: list[Any] | None = None
 
@@ -153,21 +141,21 @@ class TightwireGroup(dist.ProcessGroup):  # type: ignore[misc]
     @property
     def policy(self) -> Policy:
         """Which calls are compressed."""
-        return self._policy
+        return self._calls.policy
 
     @property
     def raw_bytes(self) -> int:
         """Bytes to other ranks in compressed calls so far, without compression."""
-        return sum(channel.raw_bytes for channel in self._channels.values())
+        return self._calls.raw_bytes
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that compressed calls have sent to other ranks so far."""
-        return sum(channel.wire_bytes for channel in self._channels.values())
+        return self._calls.wire_bytes
 
     def trace(self) -> list[TraceRecord]:
         """Records of the last compressed calls, by rule and device, oldest first."""
-        return [record for channel in self._channels.values() for record in channel.comm.trace()]
+        return self._calls.trace()
 
     allreduce = _compressible("allreduce", group_calls.all_reduce)
     allreduce_coalesced = _compressible("allreduce_coalesced", group_calls.all_reduce)
@@ -247,16 +235,14 @@ class TightwireGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """End all connections, once the compressed calls under way are over."""
-        for channel in self._channels.values():
-            channel.close()
+        self._calls.close()
         self._native.shutdown()
         if self._downward is not None:
             self._downward.shutdown()
 
     def abort(self) -> None:
         """End all connections at once."""
-        for channel in self._channels.values():
-            channel.abort()
+        self._calls.abort()
         self._native.abort()
         if self._downward is not None:
             self._downward.abort()
@@ -265,119 +251,13 @@ class TightwireGroup(dist.ProcessGroup):  # type: ignore[misc]
         """The work of a call that the policy has compressed; None for other calls."""
         if call is None or self.size() == 1 or call.device.type not in self._devices:
             return None
-        number = self._policy.number(call.op, call.dtype, call.nbytes, self.group_desc)
-        if number is None:
-            return None
-        work = self._channel(number, call.device).run(call, self._policy.rules[number].wire)
-        if self._coalesced is not None:
+        work = self._calls.begin(call, self.group_desc, self._connect)
+        if work is not None and self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _channel(self, number: int, device: torch.device) -> _Channel:
-        """What makes calls of a rule; all ranks make their first one together."""
-        with self._connecting:
-            found = self._channels.get((number, device))
-            if found is None:
-                name = f"{self.group_desc}, rule {number}"
-                transport = TorchDist.new_group(self, device, purpose=f"rule {number} of a policy")
-                try:
-                    comm = self._policy.rules[number].communicator(transport, name)
-                except BaseException:
-                    transport.close()
-                    raise
-                found = self._channels[number, device] = _Channel(comm)
-            return found
-
-
-class _Channel:
-    """A communicator for one rule, and on the CPU a thread, on a GPU a stream, for its calls."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-        self.raw_bytes = self.wire_bytes = 0
-        self._stream = SideStream()
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "tightwire-group")
-
-    def run(self, call: GroupCall, wire: str | None) -> Any:
-        """The work of a call that has begun."""
-        if call.device.type != "cpu":
-            return _create_work_from_future(
-                self._stream.run(call.tensors[-1], lambda: self._make(call, wire))
-            )
-        # Modes belong to threads.
-        inference = torch.is_inference_mode_enabled()
-
-        def make() -> None:
-            with torch.inference_mode(inference):
-                self._make(call, wire)
-
-        return _HostWork(self._thread.submit(make), call.result)
-
-    def _make(self, call: GroupCall, wire: str | None) -> None:
-        if call.device.type != "cpu":
-            for tensor in call.tensors:
-                # The caller may let go of it before it is read.
-                tensor.record_stream(torch.cuda.current_stream(call.device))
-        call.run(self.comm, wire)
-        for record in self.comm.trace(last=1):
-            self.raw_bytes += record.raw_bytes
-            self.wire_bytes += record.wire_bytes
-
-    def close(self) -> None:
-        self._thread.shutdown()
-        self.comm.close()
-
-    def abort(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-class _HostWork(Work):
-    """A call that a thread makes."""
-
-    def __init__(self, done: concurrent.futures.Future[None], result: Any) -> None:
-        super().__init__()
-        self._done = done
-        self._result = result
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the call, and raise what went wrong in it. A timeout of 0 is that of the group.
-
-        Raises:
-            CollectiveError: If the call has failed.
-            TimeoutError: If it takes longer.
-        """
-        self._done.result(timeout.total_seconds() or None)
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self._done.done()
-
-    def is_success(self) -> bool:
-        return self._done.done() and self._done.exception() is None
-
-    def exception(self) -> Any:
-        return self._done.exception() if self._done.done() else None
-
-    def result(self) -> Any:
-        return self._result
-
-    def get_future(self) -> Any:
-        """A torch Future of the result, which C++ waits for too."""
-        future: Any = torch.futures.Future()
-
-        def tell(done: concurrent.futures.Future[None]) -> None:
-            error = done.exception()
-            if error is None:
-                future.set_result(self._result)
-            else:
-                future.set_exception(error)
-
-        self._done.add_done_callback(tell)
-        # An exception that is set is a value for C++; one that a callback raises is an error.
-        return future.then(lambda found: found.wait())
+    def _connect(self, device: torch.device, number: int) -> Transport:
+        return TorchDist.new_group(self, device, purpose=f"rule {number} of a policy")
 
 
 class _Works(Work):

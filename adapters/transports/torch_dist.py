@@ -291,8 +291,10 @@ class TorchDist(Transport):
             return cls._connected(backend_of(given, device).name(), *place, wanted, device)
 
     @classmethod
-    def by_store(cls, store: Any, rank: int, world_size: int, *, timeout: float) -> Self:
-        """Connect ranks that have nothing in common but a store, over gloo.
+    def by_store(
+        cls, store: Any, rank: int, world_size: int, *, timeout: float, device: Any = "cpu"
+    ) -> Self:
+        """Connect ranks that have nothing in common but a store, over gloo, on a GPU over NCCL.
 
         ``dist.init_process_group()`` is not needed. The connections end as those of ``new_group``.
 
@@ -302,6 +304,7 @@ class TorchDist(Transport):
             rank: Number of this rank.
             world_size: Number of ranks.
             timeout: Seconds, for connecting and for every call.
+            device: Device of the tensors.
 
         Returns:
             The transport.
@@ -309,8 +312,9 @@ class TorchDist(Transport):
         Raises:
             RuntimeError: If a rank is not there within the timeout, or the store does not answer.
         """
-        wanted = timedelta(seconds=timeout)
-        return cls._connected("gloo", store, rank, world_size, wanted, torch.device("cpu"))
+        where = torch.device(device)
+        kind = "gloo" if where.type == "cpu" else "nccl"
+        return cls._connected(kind, store, rank, world_size, timedelta(seconds=timeout), where)
 
     @classmethod
     def _connected(

@@ -1,0 +1,209 @@
+"""The calls of a group that a policy has compressed, and their works.
+
+The backends of ``torch.distributed`` and of torchcomms have these in common.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+    Work,
+    _create_work_from_future,
+)
+
+from ..errors import CollectiveError
+from ..transports.base import Transport
+from ..transports.torch_dist import disagreement
+from .calls import TraceRecord
+from .communicator import Communicator
+from .group_calls import GroupCall
+from .policy import Policy
+from .side_stream import SideStream
+
+
+def compare_policies(policy: Policy, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    """Raise where the ranks of a group have different policies; all of them call it together.
+
+    Args:
+        policy: That of this rank.
+        store: A store of these ranks, of ``torch.distributed``.
+        rank: Number of this rank.
+        size: Ranks of the group.
+        timeout: How long ranks wait for one another.
+
+    Raises:
+        CollectiveError: On all ranks, if policies differ or a rank does not come in time.
+    """
+    store = dist.PrefixStore("policy", store)
+    problem = disagreement(store, rank, size, repr(policy.rules), timeout)
+    if problem:
+        raise CollectiveError(rank, "new_group", 0, "agree", problem)
+
+
+class CompressedCalls:
+    """Makes the calls of a group that its policy names, by communicators of their own.
+
+    Args:
+        policy: Which calls are compressed.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        #: Which calls are compressed.
+        self.policy = policy
+        self._channels: dict[tuple[int, torch.device], _Channel] = {}
+        self._connecting = threading.Lock()
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes to other ranks so far, without compression."""
+        return sum(channel.raw_bytes for channel in self._channels.values())
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes sent to other ranks so far."""
+        return sum(channel.wire_bytes for channel in self._channels.values())
+
+    def trace(self) -> list[TraceRecord]:
+        """Records of the last calls, by rule and device, oldest first."""
+        return [record for channel in self._channels.values() for record in channel.comm.trace()]
+
+    def begin(
+        self, call: GroupCall, group: str, connect: Callable[[torch.device, int], Transport]
+    ) -> Any:
+        """Begin a call, if the policy names it.
+
+        Args:
+            call: The call.
+            group: Description of the group.
+            connect: Makes a transport of the group's ranks on a device, for the rule of a number.
+                All ranks make their first call of a rule together.
+
+        Returns:
+            The work of the call; None if it is not to be compressed.
+
+        Raises:
+            CollectiveError: If ranks cannot be connected.
+        """
+        number = self.policy.number(call.op, call.dtype, call.nbytes, group)
+        if number is None:
+            return None
+        rule = self.policy.rules[number]
+        with self._connecting:
+            found = self._channels.get((number, call.device))
+            if found is None:
+                transport = connect(call.device, number)
+                try:
+                    comm = rule.communicator(transport, f"{group}, rule {number}")
+                except BaseException:
+                    transport.close()
+                    raise
+                found = self._channels[number, call.device] = _Channel(comm)
+        return found.run(call, rule.wire)
+
+    def close(self) -> None:
+        """End all connections, once the calls under way are over."""
+        for channel in self._channels.values():
+            channel.close()
+
+    def abort(self) -> None:
+        """Make no more calls."""
+        for channel in self._channels.values():
+            channel.abort()
+
+
+class _Channel:
+    """A communicator for one rule, and on the CPU a thread, on a GPU a stream, for its calls."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.raw_bytes = self.wire_bytes = 0
+        self._stream = SideStream()
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "tightwire-group")
+
+    def run(self, call: GroupCall, wire: str | None) -> Any:
+        """The work of a call that has begun."""
+        if call.device.type != "cpu":
+            return _create_work_from_future(
+                self._stream.run(call.tensors[-1], lambda: self._make(call, wire))
+            )
+        # Modes belong to threads.
+        inference = torch.is_inference_mode_enabled()
+
+        def make() -> None:
+            with torch.inference_mode(inference):
+                self._make(call, wire)
+
+        return _HostWork(self._thread.submit(make), call.result)
+
+    def _make(self, call: GroupCall, wire: str | None) -> None:
+        if call.device.type != "cpu":
+            for tensor in call.tensors:
+                # The caller may let go of it before it is read.
+                tensor.record_stream(torch.cuda.current_stream(call.device))
+        call.run(self.comm, wire)
+        for record in self.comm.trace(last=1):
+            self.raw_bytes += record.raw_bytes
+            self.wire_bytes += record.wire_bytes
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self.comm.close()
+
+    def abort(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class _HostWork(Work):
+    """A call that a thread makes."""
+
+    def __init__(self, done: concurrent.futures.Future[None], result: Any) -> None:
+        super().__init__()
+        self._done = done
+        self._result = result
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the call, and raise what went wrong in it. A timeout of 0 is that of the group.
+
+        Raises:
+            CollectiveError: If the call has failed.
+            TimeoutError: If it takes longer.
+        """
+        self._done.result(timeout.total_seconds() or None)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+    def is_success(self) -> bool:
+        return self._done.done() and self._done.exception() is None
+
+    def exception(self) -> Any:
+        return self._done.exception() if self._done.done() else None
+
+    def result(self) -> Any:
+        return self._result
+
+    def get_future(self) -> Any:
+        """A torch Future of the result, which C++ waits for too."""
+        future: Any = torch.futures.Future()
+
+        def tell(done: concurrent.futures.Future[None]) -> None:
+            error = done.exception()
+            if error is None:
+                future.set_result(self._result)
+            else:
+                future.set_exception(error)
+
+        self._done.add_done_callback(tell)
+        # An exception that is set is a value for C++; one that a callback raises is an error.
+        return future.then(lambda found: found.wait())
