@@ -74,16 +74,9 @@ def _part_of(row_ptr, more_ptr):
     return p, chunk * size, more
 
 
-@triton.jit(noinline=True)
-def _encode_part(x_ptr, first, p, work, tile, shift, stats_ptr, L: tl.constexpr):
-    """`encode_one` of a tile that is not whole, or not aligned: apart, so that it compiles fast."""
-    encode_one(x_ptr, first, p, work, tile, shift, stats_ptr, False, L)
-
-
-@triton.jit(noinline=True)
-def _decode_part(p, tile, lo, hi, out_ptr, to, status_ptr, L: tl.constexpr):
-    """`decode_one` of such a tile."""
-    return decode_one(p, tile, lo, hi, out_ptr, to, status_ptr, False, L)
+#: For tiles that are not whole, or not aligned: apart, so that kernels compile fast.
+_encode_apart = triton.jit(encode_one.fn, noinline=True)
+_decode_apart = triton.jit(decode_one.fn, noinline=True)
 
 
 @kernel
@@ -116,7 +109,7 @@ def _encode_rows_kernel(
     if aligned & (begin + _TILE <= p.n):
         encode_one(x_ptr, first, p, work, tile, shift, stats_ptr, True, L)
     elif begin < p.n:
-        _encode_part(x_ptr, first, p, work, tile, shift, stats_ptr, L)
+        _encode_apart(x_ptr, first, p, work, tile, shift, stats_ptr, False, L)
 
 
 @kernel
@@ -165,7 +158,7 @@ def _decode_rows_kernel(sources_ptr, firsts_ptr, owners_ptr, more_ptr, L: tl.con
         if aligned & (hi == _TILE):
             total = decode_one(p, tile, lo, hi, out_ptr, to, status_ptr, True, L)
         else:
-            total = _decode_part(p, tile, lo, hi, out_ptr, to, status_ptr, L)
+            total = _decode_apart(p, tile, lo, hi, out_ptr, to, status_ptr, False, L)
         if L.sums:
             at = sums_ptr + p.chunk
             tl.atomic_add(at, total.to(tl.int64, bitcast=True), sem="relaxed")

@@ -274,29 +274,8 @@ def _sum_one(
     store_sum(v, out_ptr, at, valid, factor, FULL, L)
 
 
-@triton.jit(noinline=True)
-def _sum_part(
-    x_ptr,
-    out_ptr,
-    sources_ptr,
-    starts_ptr,
-    first,
-    n,
-    chunk,
-    chunks,
-    tile,
-    g,
-    count,
-    place,
-    factor,
-    L: tl.constexpr,
-):
-    """`_sum_one` of a tile that is not whole, or not aligned: apart, so that it compiles fast."""
-    # fmt: off
-    _sum_one(
-        x_ptr, out_ptr, sources_ptr, starts_ptr, first, n, chunk, chunks, tile, g, count, place,
-        factor, False, L,
-    )
+#: For tiles that are not whole, or not aligned: apart, so that kernels compile fast.
+_sum_apart = triton.jit(_sum_one.fn, noinline=True)
 
 
 @kernel
@@ -339,9 +318,9 @@ def _sum_kernel(
             factor, True, L,
         )
     elif begin < n:
-        _sum_part(
+        _sum_apart(
             x_ptr, out_ptr, sources_ptr, starts_ptr, first, n, chunk, chunks, tile, g, count, place,
-            factor, L,
+            factor, False, L,
         )
 
 
