@@ -118,6 +118,31 @@ class CompressedCalls:
             channel.abort()
 
 
+class Compressing:
+    """What a group tells of its compressed calls."""
+
+    _calls: CompressedCalls
+
+    @property
+    def policy(self) -> Policy:
+        """Which calls are compressed."""
+        return self._calls.policy
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes to other ranks in compressed calls so far, without compression."""
+        return self._calls.raw_bytes
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that compressed calls have sent to other ranks so far."""
+        return self._calls.wire_bytes
+
+    def trace(self) -> list[TraceRecord]:
+        """Records of the last compressed calls, by rule and device, oldest first."""
+        return self._calls.trace()
+
+
 class _Channel:
     """A communicator for one rule, and on the CPU a thread, on a GPU a stream, for its calls."""
 

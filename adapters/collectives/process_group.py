@@ -24,8 +24,7 @@ from torch._C._distributed_c10d import Work
 from ..transports.base import Transport
 from ..transports.torch_dist import TorchDist
 from . import group_calls
-from .calls import TraceRecord
-from .compressed_calls import CompressedCalls, compare_policies
+from .compressed_calls import CompressedCalls, Compressing, compare_policies
 from .group_calls import GroupCall
 from .policy import Policy, Rule
 from .torch_backend import register
@@ -94,7 +93,7 @@ def _compressible(name: str, describe: Callable[..., GroupCall | None]) -> Any:
     return method
 
 
-class TightwireGroup(dist.ProcessGroup):  # type: ignore[misc]
+class TightwireGroup(Compressing, dist.ProcessGroup):  # type: ignore[misc]
     """A process group of the backend ``"tightwire"``, as ``dist.new_group`` returns it.
 
     Compressed calls have connections of their own, made at the first one, and keep their order. On
@@ -137,25 +136,6 @@ class TightwireGroup(dist.ProcessGroup):  # type: ignore[misc]
             # The last one is the default: NCCL, where there is a GPU.
             group._set_default_backend(which)
             group._register_backend(torch.device(device), which, backend)
-
-    @property
-    def policy(self) -> Policy:
-        """Which calls are compressed."""
-        return self._calls.policy
-
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes to other ranks in compressed calls so far, without compression."""
-        return self._calls.raw_bytes
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that compressed calls have sent to other ranks so far."""
-        return self._calls.wire_bytes
-
-    def trace(self) -> list[TraceRecord]:
-        """Records of the last compressed calls, by rule and device, oldest first."""
-        return self._calls.trace()
 
     allreduce = _compressible("allreduce", group_calls.all_reduce)
     allreduce_coalesced = _compressible("allreduce_coalesced", group_calls.all_reduce)

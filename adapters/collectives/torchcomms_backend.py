@@ -26,8 +26,7 @@ import torch.distributed as dist
 from ..transports.base import Transport
 from ..transports.torch_dist import TorchDist
 from . import group_calls, process_group
-from .calls import TraceRecord
-from .compressed_calls import CompressedCalls, compare_policies
+from .compressed_calls import CompressedCalls, Compressing, compare_policies
 from .group_calls import GroupCall
 from .policy import Policy
 from .torch_backend import NAME
@@ -124,7 +123,7 @@ def _all_to_all_v(
     return group_calls.all_to_all(output, x, out_splits, in_splits)
 
 
-class TightwireBackend(TorchCommBackend):  # type: ignore[misc]
+class TightwireBackend(Compressing, TorchCommBackend):  # type: ignore[misc]
     """What ``get_backend_impl()`` of a communicator of the backend ``"tightwire"`` returns.
 
     torchcomms makes it, and calls ``init``. Compressed calls have connections of their own, over
@@ -202,25 +201,6 @@ class TightwireBackend(TorchCommBackend):  # type: ignore[misc]
     def get_comm_name(self) -> str:
         """The name that the communicator was given."""
         return self._name
-
-    @property
-    def policy(self) -> Policy:
-        """Which calls are compressed."""
-        return self._calls.policy
-
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes to other ranks in compressed calls so far, without compression."""
-        return self._calls.raw_bytes
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that compressed calls have sent to other ranks so far."""
-        return self._calls.wire_bytes
-
-    def trace(self) -> list[TraceRecord]:
-        """Records of the last compressed calls, by rule and device, oldest first."""
-        return self._calls.trace()
 
     def split(self, ranks: Sequence[int], name: str, options: Any) -> TightwireBackend | None:
         """Make a communicator of some ranks; all ranks call this, each with the ranks of its part.
