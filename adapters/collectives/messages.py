@@ -232,15 +232,18 @@ class NetworkRoute:
 
     def gathered(self, nbytes: int, like: Any, phase: Phase) -> Messages:
         """See ``Route``."""
-        ranks = self._transport.world_size
-        mine, own = self._part(nbytes, like, phase, "mine")
+        rank, ranks = self._transport.rank, self._transport.world_size
         received, every = self._part(ranks * nbytes, like, phase, "gathered")
+        rows, blocks = _rows(received, nbytes), [every]
+        mine = rows[rank]
+        if not self._transport.gathers_in_place:
+            mine, own = self._part(nbytes, like, phase, "mine")
+            blocks.append(own)
 
         def exchange(message: Any = mine) -> None:
             self._transport.all_gather(received, message)
 
-        rows = _rows(received, nbytes)
-        return Messages([mine], rows, exchange, moves=True, blocks=(own, every))
+        return Messages([mine], rows, exchange, moves=True, blocks=blocks)
 
     def swapped(self, nbytes: int, like: Any, phase: Phase) -> Messages:
         """See ``Route``."""

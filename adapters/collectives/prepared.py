@@ -31,7 +31,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from ...codec import Codec, as_codec
 from ...planning import integer
@@ -65,7 +65,8 @@ class PreparedCalls:
     same bits. With a lossless codec gathered data arrive bit for bit.
 
     All calls of an object share memory. On a GPU each follows the one before, whatever their
-    streams; replays of graphs that hold calls have to be ordered by the caller.
+    streams, or with ``side_by_side`` the one before with the same memory; replays of graphs that
+    hold calls have to be ordered by the caller.
 
     Args:
         transport: The transport, for these calls alone.
@@ -82,6 +83,9 @@ class PreparedCalls:
         checksum: Whether messages have checksums.
         depth: How many sets of memory there are, at least 2, which calls take one after the other.
             A call waits for the last one of the same prepared collective with the same set.
+        side_by_side: On a GPU calls with different sets of memory may run at the same time: while
+            the messages of one are exchanged another is coded. The caller makes calls with set i,
+            which ``phase`` tells beforehand, on a stream of their own. Not with ``peers``.
         seed: Seed of codecs that round at random, from 0 to 2^64 - 1.
         trace: Number of works that ``trace()`` remembers. 0 costs nothing.
         name: What ``running_calls`` and errors call them.
@@ -101,6 +105,7 @@ class PreparedCalls:
         sizes: Sizes = "learnt",
         checksum: bool = True,
         depth: int = 2,
+        side_by_side: bool = False,
         seed: int = 0,
         trace: int = 0,
         name: str = "",
@@ -122,6 +127,8 @@ class PreparedCalls:
             raise ValueError(f"sizes is {sizes!r}; allowed: {SIZES}")
         if sizes == "exact" and peers is not None:
             raise ValueError("sizes is 'exact', peers is given; allowed with peers: 'learnt'")
+        if side_by_side and peers is not None:
+            raise ValueError("side_by_side and peers are given; allowed: one of them")
         network = ExactRoute if sizes == "exact" else NetworkRoute
         self.route: Route = network(transport) if peers is None else PeerRoute(peers)
         self.checksum, self.depth, self.seed, self.name = bool(checksum), depth, seed, name
@@ -129,9 +136,9 @@ class PreparedCalls:
         self.number = 0
         #: Which memory the next call takes, from 0 to below ``depth``.
         self.phase = 0
-        #: That of the last call, on a GPU: PyTorch's object, and the device with CUDA's number.
-        self.stream: Any = None
-        self._stream_key: tuple[int, int] | None = None
+        self.side_by_side = side_by_side
+        #: On a GPU the streams of the last calls, by `queue_of`.
+        self._streams: dict[int, _Stream] = {}
         self._exact: PreparedCalls | None = None
         self._recorder: Recorder | None = None
         #: Of exchanges that run beside what encodes and decodes, on a GPU.
@@ -333,11 +340,14 @@ class PreparedCalls:
 
     def ordered(self) -> AbstractContextManager[Any]:
         """Have what is queued inside follow all calls that were made."""
-        if self.stream is None:
+        if not self._streams:
             return contextlib.nullcontext()
         import torch
 
-        found: AbstractContextManager[Any] = torch.cuda.stream(self.stream)
+        first, *others = (made.stream for made in self._streams.values())
+        for other in others:
+            first.wait_stream(other)
+        found: AbstractContextManager[Any] = torch.cuda.stream(first)
         return found
 
     def exact(self) -> PreparedCalls:
@@ -348,7 +358,7 @@ class PreparedCalls:
         if self._exact is None:
             self._exact = object.__new__(PreparedCalls)
             own: dict[str, Any] = {"codec": as_codec("raw"), "route": NetworkRoute(self.transport)}
-            own |= {"stream": None, "_stream_key": None, "_exact": None}
+            own |= {"_streams": {}, "side_by_side": False, "_exact": None}
             own |= {"_recorder": None, "_beside": None}
             # Each is waited for at once.
             own |= {"depth": 1, "phase": 0}
@@ -364,21 +374,39 @@ class PreparedCalls:
         last = (self.phase - 1) % self.depth
         self.phase = int(last == 0)
 
-    def follow(self, like: Any) -> None:
+    def queue_of(self, phase: int) -> int:
+        """A number that calls have in common which follow one another.
+
+        Args:
+            phase: Which memory they take.
+        """
+        return phase if self.side_by_side else 0
+
+    def follow(self, like: Any, phase: int) -> None:
         """Have what is queued now follow earlier calls, which have used the same memory.
 
         Args:
             like: An array on the GPU.
+            phase: Which memory.
         """
         import torch
 
         key = like.get_device(), torch._C._cuda_getCurrentRawStream(like.get_device())
-        if key == self._stream_key:
+        before = self._streams.get(self.queue_of(phase))
+        if before is not None and before.key == key:
             return
-        before, self.stream = self.stream, torch.cuda.current_stream(like.device)
-        self._stream_key = key
+        now = _Stream(key, torch.cuda.current_stream(like.device))
+        self._streams[self.queue_of(phase)] = now
         if before is not None:
-            self.stream.wait_stream(before)
+            now.stream.wait_stream(before.stream)
+
+    def stream_of(self, phase: int) -> Any:
+        """The stream of the last call with some memory, on a GPU.
+
+        Args:
+            phase: Which memory.
+        """
+        return self._streams[self.queue_of(phase)].stream
 
     def agreed(self, what: str, facts: str) -> None:
         """Raise CollectiveError, on all ranks, if they prepare something else."""
@@ -419,6 +447,18 @@ class PreparedCalls:
         self.phase = (self.phase + 1) % self.depth
         call.text, call.algorithm = text, f"{self.codec.name}, {self.route.name}"
         return call
+
+
+class _Stream(NamedTuple):
+    """A stream of PyTorch.
+
+    Attributes:
+        key: The device, and CUDA's number of the stream.
+        stream: PyTorch's object.
+    """
+
+    key: tuple[int, int]
+    stream: Any
 
 
 def _nothing() -> None:

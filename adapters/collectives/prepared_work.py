@@ -193,11 +193,14 @@ class Prepared(Judged):
         self._learns = any(capacity is not None for capacity in self._capacities)
         if not self._listed:
             self._recordings = Recordings(self._calls.recorder(self._like))
+        if self._calls.side_by_side:
+            # Memory belongs to the stream of its calls: it is made with the first of them.
+            return
         for slot in self._slots:
             self._lay_out(slot)
         if self._slots[0].words is not None and not capturing():
             # What is zero here is so before the first call, whatever its stream.
-            self._calls.follow(self._slots[0].words)
+            self._calls.follow(self._slots[0].words, 0)
 
     def _plan(self, nelem: int, dtype: DType, capacity: Capacity | None) -> Plan:
         return self._calls.codec.plan(
@@ -312,7 +315,7 @@ class Prepared(Judged):
         call = self._calls.begin(self.collective, self._text)
         if slot.words is not None:
             if not capturing():
-                self._calls.follow(slot.words)
+                self._calls.follow(slot.words, slot.phase)
             if self._calls.records.maxlen:
                 call.events = []
         slot.found.clear()
@@ -550,7 +553,8 @@ class Prepared(Judged):
             if slot.pending is not None:
                 slot.pending.copy(slot.words)
 
-        return Recording(self._recordings.record(queue), call.raw_bytes, call.wire_bytes)
+        replay = self._recordings.record(queue, self._calls.queue_of(slot.phase))
+        return Recording(replay, call.raw_bytes, call.wire_bytes)
 
     def _replay(self, slot: Slot, call: Call, recording: Recording, again: Again) -> Work:
         call.raw_bytes, call.wire_bytes = recording.raw_bytes, recording.wire_bytes
@@ -558,7 +562,7 @@ class Prepared(Judged):
         with call.stage("exchange"):
             recording.replay()
         if slot.pending is not None:
-            slot.pending.mark(self._calls.stream)
+            slot.pending.mark(self._calls.stream_of(slot.phase))
         return self._work(slot, call, slot.pending, exactly)
 
     def _alike(self) -> Any:

@@ -41,11 +41,26 @@ class Recorder(Protocol):
     def place(self, *arrays: Any) -> Hashable | None:
         """What calls of these arrays have in common. None: they are not recorded."""
 
-    def record(self, queue: Callable[[], object]) -> Callable[[], None]:
-        """Have `queue` queue its work nowhere; what queues it, any number of times."""
+    def record(self, queue: Callable[[], object], number: int) -> Callable[[], None]:
+        """Have `queue` queue its work nowhere; what queues it, any number of times.
+
+        What is recorded under different numbers may run at the same time.
+        """
 
     def queue(self, work: Callable[[], None]) -> None:
         """Queue work of the network; while something is recorded that is part of it."""
+
+
+class _Pool(NamedTuple):
+    """Memory that graphs share which run one after the other.
+
+    Attributes:
+        handle: PyTorch's, which drops the memory with the last graph.
+        graphs: A set of those that there are.
+    """
+
+    handle: Any
+    graphs: weakref.WeakSet[Any]
 
 
 class GraphRecorder:
@@ -64,15 +79,14 @@ class GraphRecorder:
         self._torch: Any = torch
         # Graphs keep the priority of their kernels.
         self._stream = torch.cuda.Stream(device, FIRST)
-        #: Memory that graphs share. PyTorch drops it with the last of them.
-        self._pool: Any = None
-        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._pools: dict[int, _Pool] = {}
         self._whole = whole
         #: PyTorch warns of graphs without work: each part begins with some.
         self._word: Any = None if whole else torch.zeros(1, device=device)
         #: What is being recorded, and the graph that is not at its end.
         self._parts: list[Callable[[], None]] | None = None
         self._graph: Any = None
+        self._pool: Any = None
 
     def place(self, *arrays: Any) -> Hashable | None:
         """See ``Recorder``: addresses, sizes and dtypes."""
@@ -83,10 +97,12 @@ class GraphRecorder:
             found += (x.data_ptr(), x.numel(), x.dtype)
         return tuple(found)
 
-    def record(self, queue: Callable[[], object]) -> Callable[[], None]:
+    def record(self, queue: Callable[[], object], number: int) -> Callable[[], None]:
         """See ``Recorder``."""
-        if not self._graphs:
-            self._pool = self._torch.cuda.graph_pool_handle()
+        pool = self._pools.get(number)
+        if pool is None or not pool.graphs:
+            pool = _Pool(self._torch.cuda.graph_pool_handle(), weakref.WeakSet())
+        self._pools[number] = self._pool = pool
         parts: list[Callable[[], None]] = []
         self._parts = parts
         try:
@@ -117,14 +133,14 @@ class GraphRecorder:
     def _begin(self) -> None:
         self._graph = self._torch.cuda.CUDAGraph()
         # Other threads go on using the GPU.
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
         if self._word is not None:
             self._word.zero_()
 
     def _end(self) -> None:
         assert self._parts is not None
         self._graph.capture_end()
-        self._graphs.add(self._graph)
+        self._pool.graphs.add(self._graph)
         self._parts.append(self._graph.replay)
 
 
@@ -163,10 +179,10 @@ class Recordings:
         """Count anew: calls will run other kernels."""
         self._seen.clear()
 
-    def record(self, queue: Callable[[], object]) -> Callable[[], None]:
+    def record(self, queue: Callable[[], object], number: int) -> Callable[[], None]:
         """See ``Recorder``."""
         assert self._recorder is not None
-        return self._recorder.record(queue)
+        return self._recorder.record(queue, number)
 
 
 @contextlib.contextmanager

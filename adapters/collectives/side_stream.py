@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ FIRST = -1
 
 
 class SideStream:
-    """On a GPU a stream that one kind of call has to itself.
+    """On a GPU a stream that one kind of call has to itself, or several of them.
 
     Calls come from the main thread and from autograd's, and from several streams; a lock orders
     them.
@@ -22,19 +23,19 @@ class SideStream:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._streams: dict[torch.device, Any] = {}
+        self._streams: dict[tuple[torch.device, int], Any] = {}
 
-    def run(self, tensor: Any, call: Callable[[], None]) -> Any:
+    def run(self, tensor: Any, call: Callable[[], None], number: int = 0) -> Any:
         """A torch Future of `tensor`, which `call()` fills.
 
-        On a GPU `call` is queued on the own stream, behind the current one; who waits for the
-        future has his current stream wait. Work memory thus never changes streams.
+        On a GPU `call` is queued on the own stream of this number, behind the current one; who
+        waits for the future has his current stream wait. Work memory thus never changes streams.
         """
         with self.lock:
             if tensor.device.type != "cuda":
                 call()
                 return finished_future(tensor, None)
-            own = self._own(tensor.device)
+            own = self._own(tensor.device, number)
             own.wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(own):
                 call()
@@ -42,22 +43,30 @@ class SideStream:
 
     def run_here(self, tensor: Any, call: Callable[[], None]) -> None:
         """As `run`, and the current stream waits at once, which costs less than by a future."""
-        with self.lock:
-            if tensor.device.type != "cuda":
-                call()
-                return
-            own, current = self._own(tensor.device), torch.cuda.current_stream(tensor.device)
-            own.wait_stream(current)
-            try:
-                with torch.cuda.stream(own):
-                    call()
-            finally:
-                current.wait_stream(own)
+        with self.lock, self.within(tensor):
+            call()
 
-    def _own(self, device: torch.device) -> Any:
-        own = self._streams.get(device)
+    @contextmanager
+    def within(self, tensor: Any, number: int = 0) -> Iterator[None]:
+        """Queue on the own stream of this number, behind the current one, which waits for it."""
+        if tensor.device.type != "cuda":
+            yield
+            return
+        own, current = self._own(tensor.device, number), torch.cuda.current_stream(tensor.device)
+        if own == current:
+            yield
+            return
+        own.wait_stream(current)
+        try:
+            with torch.cuda.stream(own):
+                yield
+        finally:
+            current.wait_stream(own)
+
+    def _own(self, device: torch.device, number: int) -> Any:
+        own = self._streams.get((device, number))
         if own is None:
-            own = self._streams[device] = torch.cuda.Stream(device, FIRST)
+            own = self._streams[device, number] = torch.cuda.Stream(device, FIRST)
         return own
 
 

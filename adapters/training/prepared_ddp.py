@@ -34,9 +34,10 @@ class _Sent(NamedTuple):
 class PreparedDdpHook(PreparedHook, Closing):
     """The state of ``prepared_ddp_hook``. A context manager, which ends with ``close()``.
 
-    A bucket takes an all-reduce: one-shot if it is small, or between two ranks, else two-shot.
-    Whether all messages fitted is looked at before backward returns; a bucket of which one did not
-    is summed again, exactly.
+    A bucket takes an all-reduce: one-shot if it is small, or between two ranks, else two-shot. Over
+    a network the next bucket is encoded while the messages of one are exchanged. Whether all
+    messages fitted is looked at before backward returns; a bucket of which one did not is summed
+    again, exactly.
 
     Args:
         route: How bytes travel.
@@ -46,6 +47,7 @@ class PreparedDdpHook(PreparedHook, Closing):
     """
 
     purpose = "DDP"
+    side_by_side = True
 
     def __init__(
         self, route: Route, group: Any, *, wire: str | None = None, **options: Any
@@ -95,8 +97,9 @@ class PreparedDdpHook(PreparedHook, Closing):
         scale = 1 / self._group.size()
 
         def ours() -> None:
-            copy = x.clone()
-            self._prepared[(self._group, *key)](copy, copy).wait()
+            with self._stream.within(x, self._next()):
+                copy = x.clone()
+                self._prepared[(self._group, *key)](copy, copy).wait()
 
         def call() -> None:
             group = self._group
@@ -116,14 +119,21 @@ class PreparedDdpHook(PreparedHook, Closing):
                 self.forget(group, bucket.index())
                 self.native_buckets.add(bucket)
                 return
-            work = reduce(x, x)
+            # Unless the ways were measured that is the current stream.
+            with self._stream.within(x, self._next()):
+                work = reduce(x, x)
             self._count(work)
             self._sent.append(_Sent(work, x, bucket.parameters()))
             # A rank that has joined early makes the calls of others outside of a backward.
             if not self._end.ask() and bucket.is_last():
                 self._judge()
 
-        return self._stream.run(x, call)
+        return self._stream.run(x, call, self._next())
+
+    def _next(self) -> int:
+        """The number of the stream that the next call belongs to."""
+        calls = self._calls.get(self._group)
+        return 0 if calls is None else calls.queue_of(calls.phase)
 
     def _mean(self, x: Any) -> None:
         """Overwrite `x` with its mean over the ranks, by the process group itself."""

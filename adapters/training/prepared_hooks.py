@@ -124,6 +124,8 @@ class PreparedHook:
 
     #: How errors name it.
     purpose = ""
+    #: Whether calls over a network may run at the same time, as ``PreparedCalls`` says.
+    side_by_side = False
 
     def __init__(
         self,
@@ -176,7 +178,12 @@ class PreparedHook:
             # Messages of peers are a rank's own alone: more of them cost little.
             depth = 2 if peers is None else 4
             calls = PreparedCalls(
-                transport, peers=peers, depth=depth, name=self.purpose, **self._options
+                transport,
+                peers=peers,
+                depth=depth,
+                side_by_side=self.side_by_side and peers is None,
+                name=self.purpose,
+                **self._options,
             )
             self._calls[group] = calls
             if self._route == "auto":

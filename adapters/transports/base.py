@@ -99,12 +99,17 @@ class Transport(Protocol):
         """Whether two ranks swap large messages faster by an all-gather of both."""
         return False
 
+    @property
+    def gathers_in_place(self) -> bool:
+        """Whether ``x`` of an all-gather may be this rank's share of ``out``."""
+        return False
+
     def all_gather(self, out: Any, x: Any) -> None:
         """Gather the arrays of all ranks.
 
         Args:
             out: Shape ``(world_size * n,)``, filled with the arrays of rank 0, 1, ...; it does not
-                overlap ``x``.
+                overlap ``x``, or with ``gathers_in_place`` ``x`` is this rank's share of it.
             x: Shape ``(n,)``, of the same n on all ranks.
 
         Raises:

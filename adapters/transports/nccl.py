@@ -90,6 +90,11 @@ class Nccl(Transport):
         """See ``TorchDist``."""
         return True
 
+    @property
+    def gathers_in_place(self) -> bool:
+        """See ``Transport``."""
+        return True
+
     def all_gather(self, out: Any, x: Any) -> None:
         """See ``Transport``."""
         if not x.shape[0]:

@@ -467,6 +467,11 @@ class TorchDist(Transport):
         """See ``Transport``: NCCL gathers at 25 GB/s what it sends and receives at 19 to 23."""
         return bool(self._device.type != "cpu")
 
+    @property
+    def gathers_in_place(self) -> bool:
+        """See ``Transport``: NCCL can."""
+        return bool(self._device.type != "cpu")
+
     @_names_silent_ranks
     def all_gather(self, out: Any, x: Any) -> None:
         """See ``Transport``."""

@@ -62,6 +62,8 @@ def test_exact_sizes_are_refused_with_peers_and_by_other_names() -> None:
     transport, (memory,) = connect(1)[0], connect_threads(1, 5)
     with pytest.raises(ValueError, match="allowed with peers: 'learnt'"):
         PreparedCalls(transport, peers=memory, sizes="exact")
+    with pytest.raises(ValueError, match="side_by_side and peers are given; allowed: one"):
+        PreparedCalls(transport, peers=memory, side_by_side=True)
     with pytest.raises(ValueError, match="sizes is 'first'; allowed: "):
         PreparedCalls(transport, sizes="first")  # type: ignore[arg-type]
 

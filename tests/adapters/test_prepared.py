@@ -191,6 +191,15 @@ def test_two_ranks_may_swap_by_a_gather(
     test_reduce_scatter("network", 2, 0.25)
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("who", [(0,), (1, 2)])
+def test_gathers_in_place(case: str, who: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadTransport, "gathers_in_place", True)
+    sent_again(case, who, (1, 2), world=3)
+    for route in ("network", "exact"):
+        test_all_gather(route, 3, 300)
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("n", [1, 300, 10_001])

@@ -31,7 +31,7 @@ class Recorder:
     def place(self, *arrays: Any) -> Hashable:
         return tuple((x.ctypes.data, x.size, x.dtype) for x in arrays)
 
-    def record(self, queue: Callable[[], object]) -> Callable[[], None]:
+    def record(self, queue: Callable[[], object], number: int) -> Callable[[], None]:
         self.records += 1
 
         def replay() -> None:
@@ -92,9 +92,13 @@ def data(rank: int, n: int, call: int, wild: bool) -> Any:
     return bits.astype(np.uint16).view(DTYPE)
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("route", "side_by_side"), [*[(route, False) for route in ROUTES], ("network", True)]
+)
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_results_are_those_of_calls_that_are_not_recorded(collective: str, route: str) -> None:
+def test_results_are_those_of_calls_that_are_not_recorded(
+    collective: str, route: str, side_by_side: bool
+) -> None:
     prepare, result = COLLECTIVES[collective]
 
     def task(calls: PreparedCalls) -> None:
@@ -120,7 +124,7 @@ def test_results_are_those_of_calls_that_are_not_recorded(collective: str, route
         assert recorder.records
         assert recorder.replays > recorder.records
 
-    run(2, route, task, pieces="pieces" in collective)
+    run(2, route, task, pieces="pieces" in collective, side_by_side=side_by_side)
 
 
 def test_places_of_graphs() -> None:
@@ -143,13 +147,14 @@ class Graphs:
     def __init__(self) -> None:
         self.noted: list[str] = []
         self.cuda = self
-        self.made = 0
+        self.made = self.pools = 0
 
     def stream(self, stream: Any) -> Any:
         return contextlib.nullcontext()
 
     def graph_pool_handle(self) -> int:
-        return 1
+        self.pools += 1
+        return self.pools
 
     def CUDAGraph(self) -> Any:
         return Graph(self)
@@ -163,6 +168,7 @@ class Graph:
         graphs.made += 1
 
     def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        self.pool = pool
         self._noted.append(f"begin {self._number}")
 
     def capture_end(self) -> None:
@@ -172,12 +178,36 @@ class Graph:
         self._noted.append(f"replay {self._number}")
 
 
+def graph_recorder(graphs: Graphs, whole: bool) -> Any:
+    recorder: Any = object.__new__(GraphRecorder)
+    vars(recorder).update(_torch=graphs, _stream=None, _pools={}, _whole=whole, _word=None)
+    vars(recorder).update(_parts=None, _graph=None)
+    return recorder
+
+
+def test_graphs_that_may_run_at_the_same_time_share_no_memory() -> None:
+    graphs = Graphs()
+    recorder = graph_recorder(graphs, True)
+
+    def pool() -> int:
+        return int(recorder._graph.pool)
+
+    used: list[int] = []
+    kept = [recorder.record(lambda: used.append(pool()), number) for number in (0, 1, 0, 1, 1)]
+    assert used == [1, 2, 1, 2, 2]
+    # PyTorch drops the memory with the last graph.
+    del kept[1:2], kept[2:]
+    gc.collect()
+    kept.append(recorder.record(lambda: used.append(pool()), 1))
+    assert used[-1] == 3
+    kept.append(recorder.record(lambda: used.append(pool()), 0))
+    assert used[-1] == 1
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_what_graphs_cannot_hold_is_queued_anew(whole: bool) -> None:
     graphs = Graphs()
-    recorder: Any = object.__new__(GraphRecorder)
-    vars(recorder).update(_torch=graphs, _stream=None, _pool=None, _whole=whole, _word=None)
-    vars(recorder).update(_graphs=weakref.WeakSet(), _parts=None, _graph=None)
+    recorder = graph_recorder(graphs, whole)
     noted = graphs.noted
 
     def queue() -> None:
@@ -185,7 +215,7 @@ def test_what_graphs_cannot_hold_is_queued_anew(whole: bool) -> None:
         recorder.queue(lambda: noted.append("exchange"))
         noted.append("decode")
 
-    replay = recorder.record(queue)
+    replay = recorder.record(queue, 0)
     if whole:
         assert noted == ["begin 0", "encode", "exchange", "decode", "end 0"]
     else:
@@ -203,12 +233,12 @@ def test_what_graphs_cannot_hold_is_queued_anew(whole: bool) -> None:
         raise ValueError("out of memory")
 
     with pytest.raises(ValueError, match="out of memory"):
-        recorder.record(fails)
+        recorder.record(fails, 0)
     assert noted[-1].startswith("end")
     # No graph outlives what was recorded: the last one ends the pool.
     del replay
     gc.collect()
-    assert not recorder._graphs
+    assert not recorder._pools[0].graphs
     recorder.queue(lambda: noted.append("exchange"))
     assert noted[0] == noted[-1] == "exchange"
 
