@@ -32,7 +32,7 @@ _PATIENCE, _MOST_PATIENCE = 16, 1 << 12
 #: Memory is made in multiples of this, and of its size in so many bits less one.
 _LEAST, _STEPS = 1 << 12, 3
 #: Spare capacity, as a share of what is needed, and how much may lie idle before it shrinks.
-_SPARE, _IDLE = 0.25, 1.8
+_SPARE, _IDLE = 0.125, 1.4
 
 
 class Capacity:

@@ -68,6 +68,10 @@ class Work:
         """Whether ``wait`` may have to make the call once more."""
         return not self.certain and self._owner is not None and self._owner.may_change
 
+    def fits(self) -> None:
+        """Note that all messages are known to fit. Nothing is kept any more to make it again."""
+        self.certain, self._again = True, None
+
     @property
     def judged(self) -> bool:
         """Whether it has been waited for."""

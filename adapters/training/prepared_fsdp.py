@@ -319,8 +319,8 @@ class _Gather:
         if torch._C._current_graph_task_id() == -1:
             self._forward = None if state is None else (state, work)
         elif state is not None and forward is not None and state.is_of_the_step_of(forward[0]):
-            work.certain = work.has_room_for(forward[1])
-            if work.certain:
+            if work.has_room_for(forward[1]):
+                work.fits()
                 self._hook.judge_later()
 
 
