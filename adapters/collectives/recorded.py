@@ -15,7 +15,8 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sized
 from typing import Any, NamedTuple, Protocol
 
-#: Calls of the same memory before they are recorded: by then all kernels are compiled and loaded.
+#: Calls of a prepared collective before some are recorded: by then all kernels are compiled and
+#: loaded. Those of certain memory are recorded when they come for the second time.
 BEFORE = 2
 #: Recordings of a slot at most, and different memory that is remembered.
 MOST, REMEMBERED = 256, 1024
@@ -158,8 +159,10 @@ class Recordings:
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self._recorder = recorder
-        #: By memory, calls so far.
-        self._seen: dict[Hashable, int] = {}
+        #: The memory of calls so far.
+        self._seen: set[Hashable] = set()
+        #: Calls that were not recorded, at most `BEFORE`.
+        self._run = 0
 
     def place(self, *arrays: Any) -> Hashable | None:
         """See ``Recorder``."""
@@ -169,15 +172,18 @@ class Recordings:
         """Note a call, and say whether it is worth a recording beside those that there are."""
         if place is None:
             return False
-        count = self._seen.get(place, 0)
-        if count == 0 and len(self._seen) >= REMEMBERED:
+        known = place in self._seen
+        if not known and len(self._seen) >= REMEMBERED:
             self._seen.clear()
-        self._seen[place] = count + 1
-        return count >= BEFORE and len(so_far) < MOST
+        self._seen.add(place)
+        if known and self._run >= BEFORE:
+            return len(so_far) < MOST
+        self._run = min(self._run + 1, BEFORE)
+        return False
 
     def forget(self) -> None:
-        """Count anew: calls will run other kernels."""
-        self._seen.clear()
+        """Have one call more not be recorded: messages have another size, and kernels may, too."""
+        self._run = min(self._run, BEFORE - 1)
 
     def record(self, queue: Callable[[], object], number: int) -> Callable[[], None]:
         """See ``Recorder``."""

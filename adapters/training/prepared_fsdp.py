@@ -318,10 +318,14 @@ class _Gather:
         state = self._state() if kept is None or kept.compares else kept.state
         if torch._C._current_graph_task_id() == -1:
             self._forward = None if state is None else (state, work)
-        elif state is not None and forward is not None and state.is_of_the_step_of(forward[0]):
-            if work.has_room_for(forward[1]):
-                work.fits()
-                self._hook.judge_later()
+        elif (
+            state is not None
+            and forward is not None
+            and state.is_of_the_step_of(forward[0])
+            and work.has_room_for(forward[1])
+        ):
+            work.fits()
+            self._hook.judge_later()
 
 
 class PreparedScatter(PreparedHook):

@@ -264,6 +264,31 @@ def test_recordings_end(monkeypatch: pytest.MonkeyPatch) -> None:
     run(2, "peers", task)
 
 
+def test_few_calls_are_not_recorded() -> None:
+    """Each memory comes once before; when messages get larger, one call for each set of memory."""
+
+    def task(calls: PreparedCalls) -> None:
+        gather = calls.all_gather(tensor(0, N))
+        recorder = recorded(gather)
+        memory = [(np.empty(N, DTYPE), np.empty(2 * N, DTYPE)) for _ in range(6)]
+        not_recorded = []
+        # Later messages might get smaller.
+        for k in range(16):
+            x, out = memory[k % 6]
+            parts = [data(rank, N, k, wild=k == 8) for rank in range(2)]
+            x[...] = parts[calls.rank]
+            before = recorder.replays
+            gather(x, out).wait()
+            assert same(out, np.concatenate(parts)), k
+            if recorder.replays == before:
+                not_recorded.append(k)
+        first = [k for k in not_recorded if k <= 8]
+        assert first == list(range(6))
+        assert len(not_recorded) - len(first) in (1, 2)
+
+    run(2, "network", task)
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_works_that_were_waited_for_keep_nothing(route: str) -> None:
     def task(calls: PreparedCalls) -> None:
