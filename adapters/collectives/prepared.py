@@ -64,9 +64,9 @@ class PreparedCalls:
     ranks, with this rank's own term as it is, and rounded once; all ranks that get a result get the
     same bits. With a lossless codec gathered data arrive bit for bit.
 
-    All calls of an object share memory. On a GPU each follows the one before, whatever their
-    streams, or with ``side_by_side`` the one before with the same memory; replays of graphs that
-    hold calls have to be ordered by the caller.
+    Calls of an object share memory, in ``depth`` sets. On a GPU each call follows the one before,
+    whatever their streams, or with ``side_by_side`` the one before with the same set; replays of
+    graphs that hold calls have to be ordered by the caller.
 
     Args:
         transport: The transport, for these calls alone.
@@ -84,8 +84,9 @@ class PreparedCalls:
         depth: How many sets of memory there are, at least 2, which calls take one after the other.
             A call waits for the last one of the same prepared collective with the same set.
         side_by_side: On a GPU calls with different sets of memory may run at the same time: while
-            the messages of one are exchanged another is coded. The caller makes calls with set i,
-            which ``phase`` tells beforehand, on a stream of their own. Not with ``peers``.
+            the messages of one are exchanged another is coded. Before each call the caller makes a
+            stream current that belongs to set ``phase`` alone. Exchanges keep the order of calls.
+            Not with ``peers``.
         seed: Seed of codecs that round at random, from 0 to 2^64 - 1.
         trace: Number of works that ``trace()`` remembers. 0 costs nothing.
         name: What ``running_calls`` and errors call them.
@@ -338,16 +339,17 @@ class PreparedCalls:
             with contextlib.suppress(RuntimeError):
                 torch.cuda.current_stream(like.device).wait_stream(self._beside)
 
-    def ordered(self) -> AbstractContextManager[Any]:
-        """Have what is queued inside follow all calls that were made."""
-        if not self._streams:
+    def ordered(self, phase: int) -> AbstractContextManager[Any]:
+        """Have what is queued inside follow all calls that were made with some memory.
+
+        Args:
+            phase: Which memory.
+        """
+        if self.queue_of(phase) not in self._streams:
             return contextlib.nullcontext()
         import torch
 
-        first, *others = (made.stream for made in self._streams.values())
-        for other in others:
-            first.wait_stream(other)
-        found: AbstractContextManager[Any] = torch.cuda.stream(first)
+        found: AbstractContextManager[Any] = torch.cuda.stream(self.stream_of(phase))
         return found
 
     def exact(self) -> PreparedCalls:
@@ -375,7 +377,7 @@ class PreparedCalls:
         self.phase = int(last == 0)
 
     def queue_of(self, phase: int) -> int:
-        """A number that calls have in common which follow one another.
+        """Calls with the same number follow one another; others may overlap.
 
         Args:
             phase: Which memory they take.

@@ -150,7 +150,7 @@ class Judged:
             if error is not None:
                 at, number = divmod(k, self._width)
                 slot.found.append((at, slot.exchanges[at].sender(number), error))
-        with self._calls.ordered():
+        with self._calls.ordered(slot.phase):
             slot.words[: slot.needs_at] = 0
 
     def _failing(self) -> Failing:

@@ -68,7 +68,7 @@ class Work:
         """Whether ``wait`` may have to make the call once more."""
         return not self.certain and self._owner is not None and self._owner.may_change
 
-    def fits(self) -> None:
+    def note_fit(self) -> None:
         """Note that all messages are known to fit. Nothing is kept any more to make it again."""
         self.certain, self._again = True, None
 

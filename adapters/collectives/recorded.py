@@ -37,7 +37,7 @@ class Recording(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Records what functions queue. What it has recorded never runs at once."""
+    """Records what functions queue."""
 
     def place(self, *arrays: Any) -> Hashable | None:
         """What calls of these arrays have in common. None: they are not recorded."""
@@ -45,7 +45,8 @@ class Recorder(Protocol):
     def record(self, queue: Callable[[], object], number: int) -> Callable[[], None]:
         """Have `queue` queue its work nowhere; what queues it, any number of times.
 
-        What is recorded under different numbers may run at the same time.
+        What is recorded under one number never runs at the same time; under different numbers it
+        may.
         """
 
     def queue(self, work: Callable[[], None]) -> None:
@@ -57,7 +58,7 @@ class _Pool(NamedTuple):
 
     Attributes:
         handle: PyTorch's, which drops the memory with the last graph.
-        graphs: A set of those that there are.
+        graphs: The graphs that still exist.
     """
 
     handle: Any

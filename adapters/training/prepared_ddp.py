@@ -97,8 +97,8 @@ class PreparedDdpHook(PreparedHook, Closing):
         scale = 1 / self._group.size()
 
         def ours() -> None:
+            copy = x.clone()
             with self._stream.within(x, self._next()):
-                copy = x.clone()
                 self._prepared[(self._group, *key)](copy, copy).wait()
 
         def call() -> None:
@@ -118,15 +118,15 @@ class PreparedDdpHook(PreparedHook, Closing):
                 self._mean(x)
                 self.forget(group, bucket.index())
                 self.native_buckets.add(bucket)
+                self.end(bucket)
                 return
             # Unless the ways were measured that is the current stream.
             with self._stream.within(x, self._next()):
                 work = reduce(x, x)
             self._count(work)
             self._sent.append(_Sent(work, x, bucket.parameters()))
-            # A rank that has joined early makes the calls of others outside of a backward.
-            if not self._end.ask() and bucket.is_last():
-                self._judge()
+            self._end.ask()
+            self.end(bucket)
 
         return self._stream.run(x, call, self._next())
 
@@ -134,6 +134,14 @@ class PreparedDdpHook(PreparedHook, Closing):
         """The number of the stream that the next call belongs to."""
         calls = self._calls.get(self._group)
         return 0 if calls is None else calls.queue_of(calls.phase)
+
+    def end(self, bucket: Any) -> None:
+        """Judge what was made outside of a backward, if this bucket is its last one.
+
+        A rank that has joined early makes the calls of others there.
+        """
+        if bucket.is_last() and torch._C._current_graph_task_id() == -1:
+            self._judge()
 
     def _mean(self, x: Any) -> None:
         """Overwrite `x` with its mean over the ranks, by the process group itself."""
@@ -181,5 +189,6 @@ def prepared_ddp_hook(
         CollectiveError: If anything goes wrong on the wire; ``backward()`` raises it at its end.
     """
     if state.native_buckets.take(bucket):
+        state.end(bucket)
         return allreduce_hook(state.group, bucket)
     return in_backward(state, bucket.buffer(), lambda: state.average(bucket))

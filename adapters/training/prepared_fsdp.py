@@ -324,7 +324,7 @@ class _Gather:
             and state.is_of_the_step_of(forward[0])
             and work.has_room_for(forward[1])
         ):
-            work.fits()
+            work.note_fit()
             self._hook.judge_later()
 
 

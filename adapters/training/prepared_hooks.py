@@ -181,7 +181,7 @@ class PreparedHook:
                 transport,
                 peers=peers,
                 depth=depth,
-                side_by_side=self.side_by_side and peers is None,
+                side_by_side=self.side_by_side and peers is None and _graphs_mix(),
                 name=self.purpose,
                 **self._options,
             )
@@ -258,6 +258,11 @@ class PreparedHook:
     def _count(self, work: Work) -> None:
         self.raw_bytes += work.raw_bytes
         self.wire_bytes += work.wire_bytes
+
+
+def _graphs_mix() -> bool:
+    """Whether NCCL orders the calls of a communicator that several graphs hold."""
+    return os.environ.get("NCCL_GRAPH_MIXING_SUPPORT", "1") != "0"
 
 
 def peers_of(route: Route, group: Any, device: torch.device) -> PeerMemory | None:

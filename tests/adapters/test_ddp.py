@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -460,6 +461,19 @@ def test_average_takes_floats_only(dtype: str) -> None:
 
     with pytest.raises(TypeError, match=dtype):
         run_ranks(2, task)
+
+
+def test_a_joined_rank_judges_at_its_last_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of backward, also where buckets are left to PyTorch."""
+    judged: list[int] = []
+    with contextlib.closing(prepared_ddp.PreparedDdpHook("network", None)) as hook:
+        monkeypatch.setattr(prepared_ddp, "allreduce_hook", lambda group, bucket: bucket)
+        monkeypatch.setattr(hook, "_judge", lambda: judged.append(number))
+        monkeypatch.setattr(hook.native_buckets, "take", lambda bucket: True)
+        for number in range(3):
+            bucket: Any = SimpleNamespace(is_last=lambda number=number: number == 2)
+            assert prepared_ddp.prepared_ddp_hook(hook, bucket) is bucket
+    assert judged == [2]
 
 
 def test_calls_of_a_channel_from_many_threads_take_turns() -> None:

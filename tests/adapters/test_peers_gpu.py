@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from collections.abc import Sequence
@@ -32,7 +33,13 @@ COUNTS = (1, 4099, 1 << 20)
 #: Of pieces here, so that small sums are made in some.
 PIECE_NBYTES = 64 << 10
 #: What a task tries one after the other.
-DONE = {"everything": 2 * len(CODECS), "graphs": len(CODECS), "recorded": 4, "in_parts": 2}
+DONE = {
+    "everything": 2 * len(CODECS),
+    "graphs": len(CODECS),
+    "recorded": 4,
+    "in_parts": 2,
+    "overlapping": 4,
+}
 
 
 def make(device: Any, route: str, *, whole: bool = True, **options: Any) -> PreparedCalls:
@@ -244,6 +251,39 @@ def recordings(device: Any, routes: Sequence[str], *, whole: bool) -> list[str]:
     return done
 
 
+def overlapping(device: Any) -> list[str]:
+    """Calls with different sets of memory run at the same time, late on one rank or the other."""
+    done = []
+    sizes = [1 << 18, 4099, 77_777, 1 << 17, 300_001]
+    prepared_sums.PIECE_NBYTES = PIECE_NBYTES
+    rng = random.Random(dist.get_rank())
+    for codec in ("zipccl", "mx"):
+        for algorithm in ("one-shot", "two-shot"):
+            calls = make(device, "network", codec=codec, side_by_side=True)
+            streams = [torch.cuda.Stream(device) for _ in range(calls.depth)]
+            xs = [tensor(device, n) for n in sizes]
+            sums = [calls.all_reduce(x, algorithm=algorithm) for x in xs]
+            for k in range(60):
+                wild = codec == "zipccl" and k in (1, 20, 21) and dist.get_rank() == 0
+                given = [tensor(device, n, k, wild) for n in sizes]
+                wanted = [summed(gathered(x)).bfloat16() for x in given]
+                works = []
+                for x, new, call in zip(xs, given, sums, strict=True):
+                    own = streams[calls.queue_of(calls.phase)]
+                    own.wait_stream(torch.cuda.current_stream())
+                    with torch.cuda.stream(own):
+                        x.copy_(new)
+                        torch.cuda._sleep(rng.randrange(400_000))
+                        works.append(call(x, x))
+                for work, x, total in zip(works, xs, wanted, strict=True):
+                    work.wait()
+                    assert near(x, total, codec), f"{codec} {algorithm} {x.numel()} call {k}"
+                torch.cuda.synchronize()
+            assert all(slot.recordings for slot in sums[0]._slots)
+            done.append(f"{codec} {algorithm}")
+    return done
+
+
 def late(device: Any) -> float:
     """A rank that does not come is named within the timeout, and the device goes on."""
     from tightwire.adapters.transports.symmetric import SymmetricMemory
@@ -269,7 +309,7 @@ def late(device: Any) -> float:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("task", ["everything", "graphs", "recorded", "in_parts", "late"])
+@pytest.mark.parametrize("task", [*DONE, "late"])
 def test_on_two_gpus(task: str, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")

@@ -191,11 +191,23 @@ def test_two_ranks_may_swap_by_a_gather(
     test_reduce_scatter("network", 2, 0.25)
 
 
+#: Cases that gather what every rank has.
+GATHERING = {case for case in CASES if case == "all_gather" or "shot" in case}
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("who", [(0,), (1, 2)])
 def test_gathers_in_place(case: str, who: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    in_place, plain = [], ThreadTransport.all_gather
+
+    def all_gather(self: ThreadTransport, out: Any, x: Any) -> None:
+        in_place.append(np.shares_memory(out, x))
+        plain(self, out, x)
+
+    monkeypatch.setattr(ThreadTransport, "all_gather", all_gather)
     monkeypatch.setattr(ThreadTransport, "gathers_in_place", True)
     sent_again(case, who, (1, 2), world=3)
+    assert any(in_place) == (case in GATHERING)
     for route in ("network", "exact"):
         test_all_gather(route, 3, 300)
 

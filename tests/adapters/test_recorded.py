@@ -6,6 +6,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Hashable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,14 @@ class Recorder:
     def __init__(self) -> None:
         self.records = 0
         self.replays = 0
+        self.numbers: set[int] = set()
 
     def place(self, *arrays: Any) -> Hashable:
         return tuple((x.ctypes.data, x.size, x.dtype) for x in arrays)
 
     def record(self, queue: Callable[[], object], number: int) -> Callable[[], None]:
         self.records += 1
+        self.numbers.add(number)
 
         def replay() -> None:
             self.replays += 1
@@ -123,6 +126,7 @@ def test_results_are_those_of_calls_that_are_not_recorded(
             assert same(out, result(parts, calls.rank)), k
         assert recorder.records
         assert recorder.replays > recorder.records
+        assert recorder.numbers == set(range(calls.depth if side_by_side else 1))
 
     run(2, route, task, pieces="pieces" in collective, side_by_side=side_by_side)
 
@@ -287,6 +291,66 @@ def test_few_calls_are_not_recorded() -> None:
         assert len(not_recorded) - len(first) in (1, 2)
 
     run(2, "network", task)
+
+
+class Stream:
+    """A stream of a GPU: what it waits for."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.waits: list[int] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append(other.number)
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_what_calls_follow(side_by_side: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls before, whatever their streams; or those with the same set of memory."""
+    torch = pytest.importorskip("torch")
+    current: list[Stream] = []
+    raw = "_cuda_getCurrentRawStream"
+    monkeypatch.setattr(torch._C, raw, lambda _: current[0].number, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[0])
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+
+    def task(calls: PreparedCalls) -> None:
+        like = SimpleNamespace(get_device=lambda: 0, device=None)
+        streams = [Stream(0), Stream(1)]
+
+        def follow(stream: int, phase: int) -> list[int]:
+            current[:], before = [streams[stream]], len(streams[stream].waits)
+            calls.follow(like, phase)
+            with calls.ordered(phase) as found:
+                assert found is streams[stream] is calls.stream_of(phase)
+            return streams[stream].waits[before:]
+
+        found = [follow(0, 0), follow(1, 1), follow(0, 0), follow(1, 1), follow(0, 1)]
+        apart = [[], [], [], [], [1]]
+        assert found == (apart if side_by_side else [[], [0], [1], [0], [1]])
+
+    run(1, "network", task, side_by_side=side_by_side)
+
+
+def test_a_call_that_is_known_to_fit_keeps_nothing() -> None:
+    def task(calls: PreparedCalls) -> None:
+        x, out = tensor(calls.rank, N), np.empty(2 * N, DTYPE)
+        gather = calls.all_gather(x)
+        for _ in range(calls.depth):
+            gather(x, out).wait()
+        work = gather(x, out)
+        kept = weakref.ref(out)
+        work.note_fit()
+        assert not work.may_change
+        del x, out
+        assert kept() is None
+        work.wait()
+
+    gc.disable()
+    try:
+        run(2, "network", task)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("route", ROUTES)
