@@ -468,12 +468,13 @@ def test_a_joined_rank_judges_at_its_last_bucket(monkeypatch: pytest.MonkeyPatch
     judged: list[int] = []
     with contextlib.closing(prepared_ddp.PreparedDdpHook("network", None)) as hook:
         monkeypatch.setattr(prepared_ddp, "allreduce_hook", lambda group, bucket: bucket)
-        monkeypatch.setattr(hook, "_judge", lambda: judged.append(number))
+        monkeypatch.setattr(hook, "_judge", lambda: judged.append(1))
         monkeypatch.setattr(hook.native_buckets, "take", lambda bucket: True)
-        for number in range(3):
-            bucket: Any = SimpleNamespace(is_last=lambda number=number: number == 2)
+        for last in (False, False, True):
+            assert not judged
+            bucket: Any = SimpleNamespace(is_last=lambda last=last: last)
             assert prepared_ddp.prepared_ddp_hook(hook, bucket) is bucket
-    assert judged == [2]
+    assert judged == [1]
 
 
 def test_calls_of_a_channel_from_many_threads_take_turns() -> None:
