@@ -223,8 +223,9 @@ def main() -> None:
         lines += ["", "## Speed on the GPU", "", links]
     if entropy_report.write(RESULTS):
         lines += ["", "## huffman and delta on the GPU", "", "[entropy_gpu.md](entropy_gpu.md)"]
-    if (RESULTS / "many.md").exists():
-        lines += ["", "## Batches and sums on a GPU", "", "[many.md](many.md)"]
+    if many := sorted(page.name for page in RESULTS.glob("many*.md")):
+        pages = ", ".join(f"[{name}]({name})" for name in many)
+        lines += ["", "## Batches and sums on a GPU", "", pages]
     if lossless_report.write(RESULTS):
         lines += ["", "## Beside other lossless libraries", "", "[lossless.md](lossless.md)"]
     if delta_report.write(RESULTS):

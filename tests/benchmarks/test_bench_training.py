@@ -111,7 +111,7 @@ def test_steps_are_recorded_and_shown(tmp_path: Path, monkeypatch: pytest.Monkey
             continue
         assert row["step_ms"]["median"] >= row["step_ms"]["least"] > 0
         assert 0 < row["host_ms"]["median"] <= row["step_ms"]["median"] * 1.01
-        assert (row["link"], row["world"], row["loss_steps"]) == ("gloo", 2, 26)
+        assert (row["link"], row["world"], row["loss_steps"]) == ("gloo", 2, 46)
         if key.endswith("native"):
             assert row["repeats"]
             continue
