@@ -96,7 +96,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.fast_cases(11)
+@pytest.mark.fast_cases(12)
 @pytest.mark.slow_cases(100)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

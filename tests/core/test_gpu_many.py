@@ -144,7 +144,7 @@ def test_dynamiq_loads_tensors_as_they_are_aligned(
 @pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize(("name", "params"), [*BATCHED, *ALONE])
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(5)
 def test_a_batch_has_the_bytes_of_single_calls(
     name: str, params: dict[str, Any], given: bool, checksum: bool, place: str
 ) -> None:

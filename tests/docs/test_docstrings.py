@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import importlib
 import re
 from collections.abc import Iterator
@@ -215,12 +216,18 @@ class Name(NamedTuple):
         return any("property" in ast.unparse(d) for d in self.node.decorator_list)
 
 
+@functools.cache
+def source(file: Path) -> str:
+    return file.read_text()
+
+
+@functools.cache
 def definitions(file: Path) -> dict[str, Definition]:
-    body = ast.parse(file.read_text()).body
+    body = ast.parse(source(file)).body
     return {n.name: n for n in body if isinstance(n, (ast.ClassDef, ast.FunctionDef))}
 
 
-DEFINED = {file: definitions(file) for file in FILES if not file.stem.endswith(KERNELS)}
+HOMES = [file for file in FILES if not file.stem.endswith(KERNELS)]
 
 
 def bases(file: Path, node: ast.ClassDef) -> Iterator[tuple[Path, ast.ClassDef]]:
@@ -228,8 +235,9 @@ def bases(file: Path, node: ast.ClassDef) -> Iterator[tuple[Path, ast.ClassDef]]
     yield file, node
     for base in node.bases:
         name = ast.unparse(base).partition("[")[0]
-        for home in (file, *DEFINED):
-            found = DEFINED[home].get(name)
+        for home in (file, *HOMES):
+            # Most files need not be parsed.
+            found = definitions(home).get(name) if f"class {name}" in source(home) else None
             if isinstance(found, ast.ClassDef):
                 yield from bases(home, found)
                 break
@@ -283,7 +291,7 @@ def of_class(file: Path, node: ast.ClassDef, at: str) -> Iterator[Name]:
 
 def named(module: str, name: str) -> Iterator[Name]:
     file = ROOT / f"{module.replace('.', '/')}.py"
-    node = DEFINED[file][name]
+    node = definitions(file)[name]
     at = f"{module}:{name}"
     if isinstance(node, ast.ClassDef):
         yield from of_class(file, node, at)
@@ -297,7 +305,7 @@ def surface() -> Iterator[Name]:
         yield from named(module, there or name)
     for module, names in MODULES.items():
         file = ROOT / f"{module.replace('.', '/')}.py"
-        for name in names or [n for n in DEFINED[file] if not n.startswith("_")]:
+        for name in names or [n for n in definitions(file) if not n.startswith("_")]:
             yield from named(module, name)
 
 
@@ -305,7 +313,7 @@ SURFACE = {name.at: name for name in surface()}
 CODECS = {
     codec: next(
         node
-        for node in DEFINED[ROOT / "codecs" / f"{stem}.py"].values()
+        for node in definitions(ROOT / "codecs" / f"{stem}.py").values()
         if isinstance(node, ast.ClassDef) and "CodecSpec" in map(ast.unparse, node.bases)
     )
     for codec, (_, stem) in CODEC_IDS.items()
