@@ -838,6 +838,7 @@ def test_strided_vectors_of_one_element() -> None:
     run_ranks(2, task)
 
 
+@pytest.mark.slow
 def test_a_lost_rank_while_paths_are_timed() -> None:
     def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, algorithm="auto", trace=0)

@@ -45,7 +45,7 @@ def normal(rank: int, shape: tuple[int, ...], dtype: str = "float32") -> Array:
     return x.astype(BY_NAME[dtype].numpy)
 
 
-@pytest.mark.fast_cases(7)
+@pytest.mark.fast_cases(5)
 @pytest.mark.slow_cases(16)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int32", "float8_e4m3fn"])
 @pytest.mark.parametrize(("nodes", "size"), GRIDS)

@@ -278,6 +278,7 @@ def test_peers_memory_that_creeps_up_is_made_few_times() -> None:
 
 
 @pytest.mark.parametrize("width", [63, 65, 4096])
+@pytest.mark.fast_cases(1)
 def test_other_rows_in_peers_memory_are_told(width: int) -> None:
     """What was there before is not taken for an answer, also where memory would have to grow."""
     memory = connect_threads(2, timeout=2.0)

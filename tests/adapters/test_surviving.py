@@ -603,6 +603,7 @@ def test_a_state_of_any_nesting_goes_through_tensors() -> None:
         load_tensors({"model": model}, arrived)
 
 
+@pytest.mark.slow
 def test_a_replica_that_cannot_take_the_state_leaves_and_another_joins() -> None:
     def train(group: Any) -> list[int]:
         with group:

@@ -105,6 +105,7 @@ def collectives(comm: Any, n: int, dtype: Any, asynchronous: bool, op: Any) -> l
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.fast_cases(2)
 def test_results_are_those_of_the_wrapped_backend(dtype: Any, asynchronous: bool) -> None:
     def task(rank: int) -> None:
         plain = torchcomms.new_comm("gloo", "cpu", "plain")

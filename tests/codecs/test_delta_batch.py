@@ -134,7 +134,7 @@ def test_bytes_of_single_calls(dtype: str, form: str, place: str) -> None:
             assert all(same(found, case.bases if goal == "check" else case.xs))
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("goal", ["base", "out"])
 def test_damage_and_wrong_bases_among_others(goal: str, place: str) -> None:
     """Nothing is written over a base that is wrong, or by a buffer that is damaged."""

@@ -73,7 +73,7 @@ CASES = [
 ]
 
 
-@pytest.mark.fast_cases(8)
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "n", "share", "most", "chunks"), CASES)
 def test_the_bytes_of_the_host(

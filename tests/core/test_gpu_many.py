@@ -268,7 +268,7 @@ def test_one_damaged_buffer_of_a_batch(place: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "params", "_"), MERGED)
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 def test_a_damaged_buffer_among_others(
     name: str, params: dict[str, Any], _: Any, place: str
 ) -> None:
@@ -295,7 +295,7 @@ def test_a_damaged_buffer_among_others(
 
 
 @pytest.mark.parametrize(("name", "most"), [("huffman", 4), ("omnireduce", 6), ("lhc", 9)])
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 def test_a_sum_is_as_many_launches_whatever_its_terms(
     name: str, most: int, place: str, launched: list[str]
 ) -> None:
@@ -374,7 +374,7 @@ def test_a_batch_takes_few_launches(place: str, launched: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("name", "params", "expected"), MERGED)
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 def test_launches_do_not_grow_with_a_batch(
     name: str, params: dict[str, Any], expected: tuple[int, int], place: str, launched: list[str]
 ) -> None:
@@ -392,6 +392,7 @@ def test_launches_do_not_grow_with_a_batch(
         assert tuple(map(len, made)) == expected, made
 
 
+@pytest.mark.slow
 def test_a_batch_of_large_chunks_and_small_ones(
     place: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def test_packed_bytes_are_those_of_each_buffer(place: str) -> None:
     assert [piece.cpu().numpy().tobytes() for piece in again] == found
 
 
+@pytest.mark.slow
 def test_tensors_come_back(place: str) -> None:
     some = cases(place)
     packed = gpu_together.pack_together([case.buffer for case in some])

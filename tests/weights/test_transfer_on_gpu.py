@@ -74,7 +74,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("bucket_nbytes", [None, 9000])
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 def test_versions_come_bit_for_bit(place: str, bucket_nbytes: int | None) -> None:
     def task(transport: ThreadTransport) -> list[dict[str, Any]]:
         mine = weights(place, transport.rank)
