@@ -46,7 +46,7 @@ _COPY_PART = tl.constexpr(
     mov.u32 $0, $3;
     }}"""
 )
-#: `_next_unit` in PTX, in one piece: how long Triton compiles a kernel grows by the cube of its
+#: `_next_unit` in PTX, in one piece: how long Triton compiles a kernel grows by the square of its
 #: operations. $0 to $4: the value, and of the state two words, the next, and the bit; $5 to $8: the
 #: state before; $9 the ring, $10 the table, $11 whether the lane is live.
 _NEXT_UNIT = tl.constexpr(

@@ -68,7 +68,7 @@ MAIN: dict[str, dict[str, Any]] = {
     "omnireduce": {"SUMS": True, "ADD": 0, "STORE": True, "LEVEL": 3},
 }
 #: What these have for AMD instead: less code. Triton's pass that coalesces accesses takes time by
-#: the cube of a kernel's length.
+#: the square of a kernel's length, times its accesses.
 SMALL: dict[str, dict[str, Any]] = {
     "huffman": {"dtype": "float8_e4m3fn"},
     "tahquant": {"tile": 32},
@@ -95,8 +95,11 @@ ONCE_WRONG: dict[str, dict[str, Any]] = {
 USUAL: dict[str, dict[str, Any]] = {
     "zipccl._encode_kernel": {"mode": 0, "window": 0, "sums": True},
 }
-#: Forms that need the most shared memory of those that declare some in PTX.
-WIDEST: dict[str, dict[str, Any]] = {"huffman._decode_kernel": {"item": 8, "sums": False}}
+#: Forms of the widest elements: of the most registers, and the most shared memory declared in PTX.
+WIDEST: dict[str, dict[str, Any]] = {
+    "huffman._decode_kernel": {"item": 8, "sums": False},
+    "huffman._pack_kernel": {"item": 8},
+}
 #: Bytes of shared memory that a program may have if PTX declares some of it: Triton asks for more
 #: for its own alone.
 SHARED = 48 << 10
@@ -154,6 +157,7 @@ ALLOWED = (
     ),
     Allowed("huffman._decode_kernel_many", {}, 448, 0, "as of one tensor, and what a call finds"),
     Allowed("huffman._measure_kernel_many", {}, 8, 0, "two words a thread"),
+    Allowed("huffman._pack_kernel", {"item": [8]}, 8, 16, "as the next, and a word"),
     Allowed("huffman._pack_kernel", {}, 0, 16, "places and sizes of a tile's blocks"),
     Allowed("lhc._estimate_kernel_many", {}, 8, 0, "two words a thread"),
     Allowed("ranks._select_kernel", {}, 96, 0, "one program of a chunk looks at all tokens"),
