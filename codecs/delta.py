@@ -595,9 +595,9 @@ def _decode_differences(source: Reader, dtype: DType, base: Bits) -> Bits:
         sizes[j], last = source.number(kind.width), j
 
     old = ordered(base[changed], dtype).astype(np.uint64)
-    room = np.where(negative, old, np.uint64((1 << kind.width) - 1) - old)
+    most = np.where(negative, old, np.uint64((1 << kind.width) - 1) - old)
     # A size is one less than the difference.
-    if (sizes >= room).any():
+    if (sizes >= most).any():
         raise BadTileError("a change goes beyond the dtype")
     one = np.uint64(1)
     new = np.where(negative, old - sizes - one, old + sizes + one).astype(base.dtype)

@@ -32,7 +32,7 @@ from .common.frame_triton import (
 from .common.launch_triton import Variant, kernel, options
 from .delta import TILE, TILE_SCRATCH, sums_scratch
 from .delta_decode_triton import Part, change_one
-from .delta_encode_triton import Room, measure_one, pack_one, place_one, scan_one
+from .delta_encode_triton import Target, measure_one, pack_one, place_one, scan_one
 from .delta_planes_triton import flip_one, size_one, write_planes_one
 from .delta_read_triton import check_one, read_one, result_one
 from .delta_triton import CHANGES, MEASURE, PLANES, SCAN, WRITE_PLANES, is_adaptive, variant_of
@@ -41,7 +41,7 @@ from .delta_words_triton import SUMS, tile_at
 _TILE, _PLANNED = tl.constexpr(TILE), tl.constexpr(ROW_PLANNED)
 #: More of a row's chunk: the address of the base, where its dynamic part starts in the buffer, and
 #: how long it may be, in bytes.
-MORE = np.dtype([(name, np.int64) for name in ("base", "dynamic", "room")])
+MORE = np.dtype([(name, np.int64) for name in ("base", "dynamic", "slot_nbytes")])
 _MORE = tl.constexpr(len(MORE.names or ()))
 
 #: What decoding is for: memory of its own; none, all is checked; that of the base, without a check
@@ -75,11 +75,11 @@ def _places_of(row_ptr, chunk, dynamic):
 
 
 @triton.jit
-def _room_of(row_ptr, more_ptr, t, number):
+def _target_of(row_ptr, more_ptr, t, number):
     """Where a tile's chunk is written to."""
     _, dynamic, most = _more_of(more_ptr, number)
     static_ptr, dynamic_ptr, record_ptr, stride = _places_of(row_ptr, t.chunk, dynamic)
-    return Room(static_ptr, dynamic_ptr, record_ptr, stride, most)
+    return Target(static_ptr, dynamic_ptr, record_ptr, stride, most)
 
 
 @triton.jit
@@ -185,8 +185,8 @@ def _pack_rows_kernel(
     )
     # fmt: on
     if t.m > 0:
-        room = _room_of(row_ptr, more_ptr, t, number)
-        pack_one(elements_of(row_ptr)[0], from_ptr, t, room, L)
+        target = _target_of(row_ptr, more_ptr, t, number)
+        pack_one(elements_of(row_ptr)[0], from_ptr, t, target, L)
 
 
 @kernel
@@ -206,8 +206,8 @@ def _write_planes_rows_kernel(
     )
     # fmt: on
     if t.m > 0:
-        room = _room_of(row_ptr, more_ptr, t, number)
-        write_planes_one(elements_of(row_ptr)[0], from_ptr, t, room, L)
+        target = _target_of(row_ptr, more_ptr, t, number)
+        write_planes_one(elements_of(row_ptr)[0], from_ptr, t, target, L)
 
 
 @kernel
@@ -220,10 +220,12 @@ def _sum_rows_kernel(
         sources_ptr, firsts_ptr, owners_ptr, more_ptr, scratch_ptr, sums_words
     )
     # fmt: on
-    room = _room_of(row_ptr, more_ptr, t, number)
+    target = _target_of(row_ptr, more_ptr, t, number)
     if t.m > 0:
         tiles = (t.n + _TILE - 1) // _TILE
-        add_share(room.static_ptr, room.dynamic_ptr, room.record_ptr, room.stride, t.tile, tiles)
+        add_share(
+            target.static_ptr, target.dynamic_ptr, target.record_ptr, target.stride, t.tile, tiles
+        )
 
 
 @kernel
@@ -356,7 +358,7 @@ class Rows:
         more = more.copy()
         self._packed = packed is not None
         if packed is not None:
-            more["dynamic"], more["room"] = packed
+            more["dynamic"], more["slot_nbytes"] = packed
         places = addresses(bases)[layout.owner]
         more["base"] = places
         batch = Batch(layout, buffers, elements, statuses=statuses, planned=planned)
@@ -437,7 +439,7 @@ def _more(plans: Sequence[Plan], layout: Layout) -> np.ndarray:
     own = [(p.dynamic_offset, p.dynamic_stride) for p in plans]
     start, stride = np.array(own, np.int64).T[:, layout.owner]
     more = np.zeros(layout.number, MORE)
-    more["dynamic"], more["room"] = start + layout.rows["chunk"] * stride, stride
+    more["dynamic"], more["slot_nbytes"] = start + layout.rows["chunk"] * stride, stride
     return more
 
 

@@ -547,7 +547,7 @@ def place_one(infos, sums, tiles):
     tl.store(sums + 3, used)
 
 
-class Room(NamedTuple):
+class Target(NamedTuple):
     """Where a chunk is written to; a class, as programs pass it on as one.
 
     Attributes:

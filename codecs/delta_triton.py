@@ -24,7 +24,7 @@ from .common.launch_triton import Variant, kernel, options
 from .common.minifloat_triton import aligned_for
 from .delta import Delta, kind_of, sums_scratch, tile_count
 from .delta_decode_triton import change_one, part_of
-from .delta_encode_triton import Room, measure_one, pack_one, place_one, scan_one
+from .delta_encode_triton import Target, measure_one, pack_one, place_one, scan_one
 from .delta_planes_triton import flip_one, size_one, write_planes_one
 from .delta_read_triton import check_one, read_one, result_one, write_one
 from .delta_words_triton import SUMS, TILE, Launch, tile_of
@@ -113,8 +113,8 @@ def _pack_kernel(
     t = tile_of(tl.program_id(0), nelem, chunk_nelem, tiles, scratch_ptr, sums_words)
     g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
     _, _, static_ptr, dynamic_ptr, record_ptr = chunk_at(out_ptr, t.chunk, nelem, chunk_nelem, g)
-    room = Room(static_ptr, dynamic_ptr, record_ptr, static_stride * 128, dynamic_stride * 128)
-    pack_one(x_ptr, from_ptr, t, room, L)
+    target = Target(static_ptr, dynamic_ptr, record_ptr, static_stride * 128, dynamic_stride * 128)
+    pack_one(x_ptr, from_ptr, t, target, L)
 
 
 @kernel
@@ -138,8 +138,8 @@ def _write_planes_kernel(
     t = tile_of(tl.program_id(0), nelem, chunk_nelem, tiles, scratch_ptr, sums_words)
     g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
     _, _, static_ptr, dynamic_ptr, record_ptr = chunk_at(out_ptr, t.chunk, nelem, chunk_nelem, g)
-    room = Room(static_ptr, dynamic_ptr, record_ptr, static_stride * 128, dynamic_stride * 128)
-    write_planes_one(x_ptr, from_ptr, t, room, L)
+    target = Target(static_ptr, dynamic_ptr, record_ptr, static_stride * 128, dynamic_stride * 128)
+    write_planes_one(x_ptr, from_ptr, t, target, L)
 
 
 @kernel

@@ -86,16 +86,16 @@ def _drawn(eighth, e, draw, EVEN: tl.constexpr):
     if not EVEN:
         words = words + philox4(draw[0], draw[1], draw[2], _CODES, eighth + 1)
         for k in tl.static_range(2):
-            moved = ()
+            shifted = ()
             for i in tl.static_range(len(words) - (2 >> k)):
                 far = (e & (4 >> k)) != 0
-                moved = moved + (tl.where(far, words[i + (2 >> k)], words[i]),)
-            words = moved
-        moved = ()
+                shifted = shifted + (tl.where(far, words[i + (2 >> k)], words[i]),)
+            words = shifted
+        shifted = ()
         for i in tl.static_range(4):
             odd = (words[i] >> 16) | (words[i + 1] << 16)
-            moved = moved + (tl.where((e & 1) != 0, odd, words[i]),)
-        words = moved
+            shifted = shifted + (tl.where((e & 1) != 0, odd, words[i]),)
+        words = shifted
     own = ()
     for i in tl.static_range(4):
         own = own + (words[i] & 0xFFFF, words[i] >> 16)

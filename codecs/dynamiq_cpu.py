@@ -65,16 +65,16 @@ def _tables(grid: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]
 
 
 @part(nogil=True)
-def _center(v, size, count, room, one):
+def _center(v, size, count, sums, one):
     """Take its mean off a super-group of `count` elements; the word of the mean."""
     half = size // 2
     for i in range(half):
-        room[i] = v[i] + v[i + half]
+        sums[i] = v[i] + v[i + half]
     while half > 1:
         half //= 2
         for i in range(half):
-            room[i] += room[i + half]
-    mean = F4(room[0] / F4(count))
+            sums[i] += sums[i + half]
+    mean = F4(sums[0] / F4(count))
     for i in range(count):
         if v[i] >= _CENTER_LIMIT or v[i] <= -_CENTER_LIMIT:
             mean = F4(0)

@@ -40,7 +40,7 @@ def _peel(elements, blocks, offsets, counts, members, own, queue, peeled):
     """Fill `own`; the number of rounds.
 
     A cell is known by how many elements are in it and the XOR of their places in `elements`. It
-    enters `queue` once, when one is left; `peeled` has room for every element.
+    enters `queue` once, when one is left; `peeled` has space for every element.
     """
     for i in range(elements.size):
         b = elements[i] // BLOCK

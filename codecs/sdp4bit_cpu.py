@@ -216,7 +216,7 @@ def _decode_tiles(space, payload, scales, nelem, bits, group, back, top, kind, o
     """
     largest = I1((1 << (bits - 1)) - 1)
     t = view_as(space[: 4 * _TILE], np.float32)
-    room = view_as(space[4 * _TILE : 8 * _TILE], out.dtype)
+    narrowed = view_as(space[4 * _TILE : 8 * _TILE], out.dtype)
     scale, rest = view_as(space[8 * _TILE : 8 * _TILE + 4], np.float32), space[8 * _TILE + 4 :]
     side = view_as(rest, np.float32)
     u, word = view_as(t, np.uint32), view_as(scale, np.uint32)
@@ -261,8 +261,8 @@ def _decode_tiles(space, payload, scales, nelem, bits, group, back, top, kind, o
                 y = y if y < top else top
                 part[i] = y if y > -top else F4(-top)
         for i in range(lo // LANES * LANES, hi, LANES):
-            narrow(u[i : i + LANES], kind, room[i : i + LANES])
-        source = room[begin:stop]
+            narrow(u[i : i + LANES], kind, narrowed[i : i + LANES])
+        source = narrowed[begin:stop]
         target = out[at + begin - start : at + stop - start]
         for i in range(source.size):
             target[i] = source[i]

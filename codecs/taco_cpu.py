@@ -296,7 +296,7 @@ def _encoder(nbytes, half, transform, mantissa, bias, random, size):
 def _merged_scale(words, alpha, found):
     """(bits of the merged scale, 0 good, 1 lost or 2 wrong) of one block.
 
-    `alpha` and `found` are room for one float32.
+    `alpha` and `found` have memory for one float32.
     """
     bits = view_as(found, np.uint32)
     bits[0] = words[words.size - 1]

@@ -282,7 +282,7 @@ def _decode_tiles(
     """Decode tiles `first` to `last` to `out`, elements `start` on; bad ones to anything."""
     hidden, tile, token_tiles, forward = sizes
     values = view_as(space[: 4 * LANES], np.float32)
-    room = view_as(space[4 * LANES : 8 * LANES], out.dtype)
+    narrowed = view_as(space[4 * LANES : 8 * LANES], out.dtype)
     codes, one = space[8 * LANES : 9 * LANES], view_as(space[9 * LANES :], np.float32)
     eights, words = view_as(codes, np.uint64), view_as(values, np.uint32)
     bits = view_as(one, np.uint32)
@@ -318,7 +318,7 @@ def _decode_tiles(
                 y = v[i]
                 y = y if y < limit else limit
                 v[i] = y if y > -limit else F4(-limit)
-        narrow(words, kind, room)
+        narrow(words, kind, narrowed)
         for t in range(group, end):
             within = t % token_tiles * tile
             at = t // token_tiles * hidden + within
@@ -328,7 +328,7 @@ def _decode_tiles(
             hi = hi if hi < start + out.size else start + out.size
             here = (t - group) * tile - at
             for i in range(lo, hi):
-                out[i - start] = room[here + i]
+                out[i - start] = narrowed[here + i]
 
 
 _entropies_with = with_scratch(_entropies, 16 * LANES + 4)

@@ -141,7 +141,7 @@ def _decode_tiles(space, cells, norms, ranks, seed, step, top, kind, out, start)
     """
     t = view_as(space[: 4 * _TILE], np.float32)
     side = view_as(space[4 * _TILE : 8 * _TILE], np.float32)
-    room = view_as(space[8 * _TILE : 12 * _TILE], out.dtype)
+    narrowed = view_as(space[8 * _TILE : 12 * _TILE], out.dtype)
     rest = space[12 * _TILE :]
     signs, scale = view_as(rest[: BLOCK // 8], np.uint32), view_as(rest[BLOCK:], np.float32)
     u, word = view_as(t, np.uint32), view_as(scale, np.uint32)
@@ -188,10 +188,10 @@ def _decode_tiles(space, cells, norms, ranks, seed, step, top, kind, out, start)
                 y = y if y < top else top
                 part[i] = y if y > -top else F4(-top)
         for i in range(lo // BLOCK * BLOCK, hi, LANES):
-            narrow(u[i : i + LANES], kind, room[i : i + LANES])
+            narrow(u[i : i + LANES], kind, narrowed[i : i + LANES])
         target = out[at + lo - start : at + hi - start]
         for i in range(target.size):
-            target[i] = room[lo + i]
+            target[i] = narrowed[lo + i]
     return wrong
 
 

@@ -46,7 +46,7 @@ _TILE, _PLANNED = tl.constexpr(TILE), tl.constexpr(ROW_PLANNED)
 #: bytes; `Part.fixed`; whether the buffer is packed, so that the dynamic part is padded; numbers of
 #: its first tile and group in the workspace.
 MORE = np.dtype(
-    [(name, np.int64) for name in ("dynamic", "room", "fixed", "packed", "tile", "group")]
+    [(name, np.int64) for name in ("dynamic", "slot_nbytes", "fixed", "packed", "tile", "group")]
 )
 _MORE = tl.constexpr(len(MORE.names or ()))
 #: The element types by whose kernels raw chunks of an element size are copied.
@@ -260,7 +260,7 @@ def decode_places(
     if packed is not None:
         more = more.copy()
         more["packed"] = 1
-        more["dynamic"], more["room"] = packed
+        more["dynamic"], more["slot_nbytes"] = packed
     batch = Batch(layout, data, outs, statuses=statuses, planned=planned)
     table, begin = put([batch], outs[0].device, more.view(np.int64))
     decode, check = _decode_variants(dtype, any(plan.checksum for plan in plans))
@@ -274,7 +274,7 @@ def _more(plans: Sequence[Plan], layout: Layout) -> np.ndarray:
     own = [(p.dynamic_offset, p.dynamic_stride, fixed_of(p.codec)) for p in plans]
     start, stride, fixed = np.array(own, np.int64).T[:, layout.owner]
     more = np.zeros(layout.number, MORE)
-    more["dynamic"], more["room"] = start + layout.rows["chunk"] * stride, stride
+    more["dynamic"], more["slot_nbytes"] = start + layout.rows["chunk"] * stride, stride
     more["fixed"] = fixed
     return more
 

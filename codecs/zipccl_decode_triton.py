@@ -387,7 +387,7 @@ def claims(p, ITEM: tl.constexpr):
     flags = (both & 0xFFFFFFFF).to(tl.int32)
     raw_dynamic = tl.maximum(p.n * ITEM - p.stride, 0)
     # A number beyond 2^63 is negative here, and out of bounds as well.
-    out_of_bounds = (claimed > tl.minimum(raw_dynamic, p.room)) | (claimed < 0)
+    out_of_bounds = (claimed > tl.minimum(raw_dynamic, p.slot_nbytes)) | (claimed < 0)
     is_raw = ((flags & 1) != 0) | (p.fixed == ALL_RAW)
     return tl.where(out_of_bounds, 0, claimed), is_raw, raw_dynamic
 
@@ -438,7 +438,7 @@ def check_one(
     """
     n, kind_ptr = chunk_kind(plan_ptr, p.chunk)
     raw_dynamic = tl.maximum(nbytes - p.stride, 0)
-    most = tl.minimum(raw_dynamic, p.room)
+    most = tl.minimum(raw_dynamic, p.slot_nbytes)
     record = check_record(src_ptr, plan_ptr, status_ptr, p.chunk, planned, most, raw_dynamic)
     if whole:
         if ((tl.load(record + 2) & 1) != 0) | (p.fixed == ALL_RAW):

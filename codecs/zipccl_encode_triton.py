@@ -467,7 +467,7 @@ def _close_up(x_ptr, first, p, work, lo, hi, tiles, before, L: tl.constexpr):
         slot_ptr = work.slots_ptr + (before * 0 + t0) * L.slot
         target_ptr = p.dynamic_ptr + before
         # At most 32 tiles of escapes lie ahead: what matters of the capacity fits 32 bits.
-        left = tl.minimum(tl.maximum(p.room - before, 0), 1 << 30).to(tl.int32)
+        left = tl.minimum(tl.maximum(p.slot_nbytes - before, 0), 1 << 30).to(tl.int32)
         row = tl.arange(0, 32)[:, None] * L.slot
         in_slot = tl.where(n_escapes <= L.slot, n_escapes, 0)[:, None]
         key = key_of(dynamic_word + (before >> 2))
@@ -490,8 +490,8 @@ def _close_up(x_ptr, first, p, work, lo, hi, tiles, before, L: tl.constexpr):
                     at_escape = before + tl.sum(tl.where(here, ahead, 0), 0)
                     # fmt: off
                     total += list_escapes(
-                        x_ptr, start, valid.to(tl.int32), entry, p.dynamic_ptr, at_escape, p.room,
-                        dynamic_word, L,
+                        x_ptr, start, valid.to(tl.int32), entry, p.dynamic_ptr, at_escape,
+                        p.slot_nbytes, dynamic_word, L,
                     )
                     # fmt: on
         before += tl.sum(n_escapes, 0)
@@ -540,7 +540,7 @@ def finish_one(x_ptr, first, p, work, group, groups, shift, L: tl.constexpr):
     raw_dynamic = tl.maximum(raw_nbytes - p.stride, 0)
     shrinks = escapes <= raw_dynamic
     dynamic_nbytes = tl.minimum(escapes, raw_dynamic)
-    fits = dynamic_nbytes <= p.room
+    fits = dynamic_nbytes <= p.slot_nbytes
     total = tl.zeros([], tl.uint64)
     if L.sums:
         total += tl.load(work.sums_ptr + group).to(tl.uint64, bitcast=True)

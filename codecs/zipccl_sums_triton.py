@@ -325,15 +325,15 @@ def _sum_kernel(
 
 
 @triton.jit
-def checked_part(src_ptr, plan_ptr, chunk, room, starts_ptr, PACKED: tl.constexpr):
+def checked_part(src_ptr, plan_ptr, chunk, slot_nbytes, starts_ptr, PACKED: tl.constexpr):
     """What `check_one` takes of a chunk of the plan at `plan_ptr`."""
     n, _ = chunk_kind(plan_ptr, chunk)
     dynamic_ptr = src_ptr
     if PACKED:
         dynamic_ptr = src_ptr + tl.load(starts_ptr)
-        room = n * 4
+        slot_nbytes = n * 4
     static_ptr, stride = static_of(src_ptr, plan_ptr, chunk), tl.load(plan_ptr + 5)
-    return Part(static_ptr, dynamic_ptr, src_ptr, chunk, n, stride, room, n, -1)
+    return Part(static_ptr, dynamic_ptr, src_ptr, chunk, n, stride, slot_nbytes, n, -1)
 
 
 @kernel
@@ -342,7 +342,7 @@ def check_places_kernel(
     plan_ptr,
     starts_ptr,
     planned: tl.int32,
-    room: tl.int64,
+    slot_nbytes: tl.int64,
     ITEM: tl.constexpr,
     PACKED: tl.constexpr,
     SUMS: tl.constexpr,
@@ -354,7 +354,7 @@ def check_places_kernel(
     src_ptr, sums_ptr, status_ptr = place_of(sources_ptr, pid // chunks, PLACE_WORDS)
     if (planned != 0) & (chunk == 0):
         check_header(src_ptr, plan_ptr, status_ptr)
-    p = checked_part(src_ptr, plan_ptr, chunk, room, starts_ptr + pid, PACKED)
+    p = checked_part(src_ptr, plan_ptr, chunk, slot_nbytes, starts_ptr + pid, PACKED)
     # fmt: off
     check_one(
         p, p.n * ITEM, src_ptr, plan_ptr, sums_ptr + chunk, 1, status_ptr, True, planned, PACKED,

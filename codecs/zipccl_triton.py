@@ -205,7 +205,7 @@ def _check_kernel(
     end_whole: tl.int64,
     planned: tl.int32,
     groups: tl.int32,
-    room: tl.int64,
+    slot_nbytes: tl.int64,
     ITEM: tl.constexpr,
     PACKED: tl.constexpr,
     SUMS: tl.constexpr,
@@ -213,12 +213,12 @@ def _check_kernel(
     """A chunk's record; of chunks `first_whole` to `end_whole` padding and checksum; the header.
 
     The header and the ordinals are compared if they are `planned`, not read by the host before.
-    `room`: bytes of a dynamic slot.
+    `slot_nbytes`: bytes of a dynamic slot.
     """
     chunk = first_chunk + tl.program_id(0).to(tl.int64)
     if (planned != 0) & (chunk == first_chunk):
         check_header(src_ptr, plan_ptr, status_ptr)
-    p = checked_part(src_ptr, plan_ptr, chunk, room, starts_ptr + chunk, PACKED)
+    p = checked_part(src_ptr, plan_ptr, chunk, slot_nbytes, starts_ptr + chunk, PACKED)
     whole = (chunk >= first_whole) & (chunk < end_whole)
     # fmt: off
     check_one(

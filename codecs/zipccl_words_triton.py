@@ -308,7 +308,7 @@ class Part(NamedTuple):
         chunk: Its number.
         n: Its elements.
         stride: Bytes of the static part.
-        room: Most bytes of the dynamic part.
+        slot_nbytes: Most bytes of the dynamic part.
         index_at: Where the index starts in the static part, in bytes.
         fixed: The base of all windows, or what ANY, ALIKE and STORED say.
     """
@@ -319,7 +319,7 @@ class Part(NamedTuple):
     chunk: Any
     n: Any
     stride: Any
-    room: Any
+    slot_nbytes: Any
     index_at: Any
     fixed: Any
 
@@ -333,15 +333,15 @@ def part_at(ptr, chunk, n, g):
     """
     head, static_at, static_stride, index_at, dynamic_at, dynamic_stride, fixed = g
     chunk = chunk.to(tl.int64)
-    stride, room = static_stride * 128, dynamic_stride * 128
+    stride, slot_nbytes = static_stride * 128, dynamic_stride * 128
     return Part(
         ptr + static_at * 128 + chunk * stride,
-        ptr + dynamic_at * 128 + chunk * room,
+        ptr + dynamic_at * 128 + chunk * slot_nbytes,
         ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4,
         chunk,
         n,
         stride,
-        room,
+        slot_nbytes,
         index_at * 128,
         fixed,
     )
