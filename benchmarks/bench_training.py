@@ -335,10 +335,12 @@ class Bench:
         setting: Of all models.
         ranks: The processes.
         steps: Steps that are timed.
+        warm_steps: Steps before those.
     """
 
-    def __init__(self, setting: Setting, ranks: Ranks, steps: int) -> None:
+    def __init__(self, setting: Setting, ranks: Ranks, steps: int, warm_steps: int) -> None:
         self.setting, self.ranks, self.steps = setting, ranks, steps
+        self.warm_steps = warm_steps
 
     def memory(self) -> int:
         """Bytes that are allocated on the GPU, when what is not used has been freed."""
@@ -380,7 +382,7 @@ class Bench:
 
     def warm(self, trainer: Trainer) -> None:
         """Steps that are not timed."""
-        for _ in range(WARM):
+        for _ in range(self.warm_steps):
             trainer.step(trainer.batch())
         self.ranks.synchronize()
         # Else what compilers have left is looked through now and then, in the middle of a step.
@@ -625,6 +627,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="print the cases, and end")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warm", type=int, default=WARM, help="steps before those")
     parser.add_argument("--loss-steps", type=int, default=100, help=f"multiple of {POINT}")
     parser.add_argument("--seconds", type=float, default=1e9, help="of all cases; others are left")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds of a case")
@@ -660,7 +663,7 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     sizes = Sizes(*(getattr(options, name) for name in Sizes._fields))
     ranks = Ranks.processes(device, options.limit)
-    bench = Bench(Setting(sizes, device, options.rate), ranks, options.steps)
+    bench = Bench(Setting(sizes, device, options.rate), ranks, options.steps, options.warm)
     record = Record(options.out, facts(device, ranks.world), ranks.rank == 0)
     limits = Limits(options.seconds, options.limit, options.again)
     groups = {name: group.text for name, group in GROUPS.items()}

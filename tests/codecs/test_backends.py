@@ -54,6 +54,7 @@ def test_backends_agree_and_round_trip(name: str, any_dtype: DType) -> None:
             check_all_backends(bits, any_dtype, tw.codec(name))
 
 
+@pytest.mark.slow_cases(500)
 @pytest.mark.parametrize("chunks", [2, 3, 8, 40])
 @pytest.mark.parametrize("pattern", ["normal", "random", "mixed_zeros"])
 @pytest.mark.parametrize("name", ALONE)

@@ -114,7 +114,8 @@ def same(xs: list[Any], ys: list[Any]) -> list[bool]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.fast_cases(0)
+@pytest.mark.slow_cases(7)
 @pytest.mark.parametrize("form", ["adaptive", "difference", "overwrite"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "int16"])
 def test_bytes_of_single_calls(dtype: str, form: str, place: str) -> None:

@@ -100,7 +100,8 @@ def test_the_bytes_of_the_host(
         assert torch.equal(live.view(torch.uint8), new.view(torch.uint8))
 
 
-@pytest.mark.slow
+@pytest.mark.fast_cases(0)
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize(("dtype", "share"), [("bfloat16", 0.5), ("float32", 0.2), ("int8", 0.1)])
 def test_several_tiles_of_planes(dtype: str, share: float) -> None:
     """One that is whole, at an address that is no multiple of 16 too, and in part."""

@@ -145,6 +145,7 @@ def test_dynamiq_loads_tensors_as_they_are_aligned(
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize(("name", "params"), [*BATCHED, *ALONE])
 @pytest.mark.fast_cases(5)
+@pytest.mark.slow_cases(36)
 def test_a_batch_has_the_bytes_of_single_calls(
     name: str, params: dict[str, Any], given: bool, checksum: bool, place: str
 ) -> None:
@@ -560,6 +561,7 @@ SUMS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("local", [None, 0, 1, 3])
 @pytest.mark.parametrize(("name", "params"), SUMS)
 @pytest.mark.fast_cases(2)
+@pytest.mark.slow_cases(24)
 def test_sums(name: str, params: dict[str, Any], local: int | None, place: str) -> None:
     codec = tw.codec(name, **params)
     key = tw.Key(5) if name == "thc" else None

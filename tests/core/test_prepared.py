@@ -160,6 +160,7 @@ def test_many(name: str, place: str) -> None:
                 assert same(y, tw.decode(wanted, backend=backend(place)))
 
 
+@pytest.mark.slow_cases(20)
 @pytest.mark.parametrize("name", SUMMED)
 @pytest.mark.parametrize("at", [None, 0, 1])
 def test_sums(name: str, at: int | None, place: str) -> None:
