@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from ...arrays import ArrayInfo, describe
+from ...planning import device_many
 from ..collectives import running, tensors
 from ..collectives.agreement import agree
 from ..collectives.calls import Call
@@ -100,12 +102,16 @@ class Copies(NamedTuple):
             choice.
         words: What ranks tell each other, int64, shape (2, experts + 3), of which the second row is
             free: how many copies are for experts before number 0, 1, and so on to `experts`, how
-            many there are, and the sum of their weights, as float64.
+            many there are, and the sum of their weights, as float64, or what is finite if it is.
+        of_rows: The row of each copy, by expert; None: not known yet.
+        inverse: The place of each copy; None: not known yet.
     """
 
     choices: Any
     index: Any
     words: Any
+    of_rows: Any = None
+    inverse: Any = None
 
     @classmethod
     def of(cls, choices: Any, weights: Any, numbers: Any) -> Copies:
@@ -123,6 +129,8 @@ class Copies(NamedTuple):
     @property
     def rows(self) -> Any:
         """The row of each copy, by expert."""
+        if self.of_rows is not None:
+            return self.of_rows
         top_k = self.choices.shape[1]
         return self.index if top_k == 1 else self.index // top_k
 
@@ -147,6 +155,20 @@ def faults_of(words: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     infinite = ~np.isfinite(words[:, -1].view(np.float64))
     bits: npt.NDArray[np.int64] = strange + 2 * infinite
     return bits
+
+
+def has_kernels(x: Any) -> bool:
+    """Whether Triton's kernels run where `x` is."""
+    return bool(x.is_cuda) and isinstance(device_many(), ModuleType)
+
+
+def kernels_for(choices: Any, weights: Any, experts: int) -> Any:
+    """The module of kernels that order such copies, or None."""
+    if not has_kernels(choices):
+        return None
+    from ...codecs.common import order_triton
+
+    return order_triton if order_triton.takes(choices, weights, experts) else None
 
 
 class Passing(NamedTuple):
@@ -231,6 +253,11 @@ class Rows:
 
     def copies(self, choices: Any, weights: Any) -> Copies:
         """The copies of rows that are to go to the experts `choices`, with these weights."""
+        kernels = kernels_for(choices, weights, self._experts)
+        if kernels is not None:
+            with torch.cuda.device_of(choices):
+                found = kernels.ordered(choices, weights.detach(), self._experts)
+            return Copies(choices, found.index, found.words, found.rows, found.inverse)
         numbers = self._kept.get(("experts", choices.device))
         if numbers is None:
             host = np.arange(-1, self._experts + 1)
@@ -257,8 +284,11 @@ class Rows:
         blocks = _blocks(found.table, range(len(sends)), self._rank)
         return Splits(sends, receives, found.table, blocks, found.pairs), made[0]
 
-    def inverse(self, index: Any) -> Any:
-        """The permutation that undoes `index`."""
+    def inverse(self, copies: Copies) -> Any:
+        """The place of each copy."""
+        if copies.inverse is not None:
+            return copies.inverse
+        index = copies.index
         return torch.empty_like(index).scatter_(
             0, index, self.numbers(index.shape[0], index.device)
         )

@@ -323,7 +323,7 @@ class ExpertParallel(AllToAll):
 
         def know() -> None:
             known.append(tensors.on_device(splits.table.sum(0), x.device))
-            known.append(self._there.inverse(copies.index))
+            known.append(self._there.inverse(copies))
 
         rows = _Copied.apply(x, self._there, self._back, copies, splits, made, know, known)
         return Dispatched(

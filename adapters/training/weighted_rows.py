@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ...planning import device_many
-from .expert_rows import Order
+from .expert_rows import Order, has_kernels
 
 
 def summed(y: Any, weights: Any, order: Order) -> Any:
@@ -35,7 +33,7 @@ def summed(y: Any, weights: Any, order: Order) -> Any:
 
 def kernels_for(y: Any) -> Any:
     """The module of kernels that add up rows such as those of `y`, or None."""
-    if not y.is_cuda or not isinstance(device_many(), ModuleType):
+    if not has_kernels(y):
         return None
     from ...codecs.common import weighted_triton
 

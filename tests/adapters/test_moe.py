@@ -29,7 +29,7 @@ from expert_layers import WIDTH, Expert, dense, layer_of, tokens, trained  # noq
 from tightwire.adapters.collectives import coding, message_views, tensors  # noqa: E402
 from tightwire.adapters.collectives.chunk_views import DESCRIPTOR_NBYTES  # noqa: E402
 from tightwire.adapters.collectives.cost import Choice  # noqa: E402
-from tightwire.adapters.training import moe, weighted_rows  # noqa: E402
+from tightwire.adapters.training import expert_rows, moe, weighted_rows  # noqa: E402
 from tightwire.adapters.transports.threads import ThreadTransport, connect, run_ranks  # noqa: E402
 
 
@@ -584,6 +584,33 @@ def test_kernels_add_up_results(top_k: int, monkeypatch: pytest.MonkeyPatch) -> 
     for mine, theirs in zip(run_ranks(2, task), wanted, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_order_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch does: the same bits, and the same faults."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled for the GPU here")
+
+    def task(transport: ThreadTransport) -> list[Any]:
+        parallel = parallel_of(transport, 6)
+        found = trained(parallel, torch.float32, 2)
+        x = tokens(transport.rank, 6, torch.float32, 40)[0].detach()
+        numbers = torch.zeros(40, 2, dtype=torch.int64)
+        numbers[7, 1] = 6 * transport.rank
+        weights = torch.ones(40, 2)
+        weights[8, 0] = torch.nan if transport.rank else 1
+        with pytest.raises(tw.CollectiveError) as caught:
+            parallel.dispatch(x, moe.Routing(numbers, weights))
+        return [found, caught.value.detail]
+
+    wanted = run_ranks(2, task)
+    monkeypatch.setattr(expert_rows, "has_kernels", lambda x: True)
+    for (mine, fault), (theirs, known) in zip(run_ranks(2, task), wanted, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        assert fault == known
+        assert "weights are not all finite" in fault
+        assert "numbers of experts are out of range" in fault
 
 
 @pytest.mark.parametrize("codec", ["zipccl", "mx"])

@@ -312,6 +312,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
         fill_triton,
         frame_triton,
         norms_triton,
+        order_triton,
         weighted_triton,
     )
     from tightwire.codecs.common.merged_triton import merged_kernel
@@ -324,7 +325,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     others |= {"zipccl_windows": zipccl_windows_triton, "delta_digest": delta_digest_triton}
     others |= {"zipccl_batch": zipccl_batch_triton, "zipccl_sums": zipccl_sums_triton}
     others["delta_batch"], others["fill"] = delta_batch_triton, fill_triton
-    others["weighted"] = weighted_triton
+    others["weighted"], others["order"] = weighted_triton, order_triton
     others["resident_copy"] = resident_copy_triton
     modules = others | {name: device_module(name) for name in tw.list_codecs()}
     kernels = {
@@ -404,6 +405,8 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     weighted_triton.weighted_sum(rows, weights, table[:4])
     weighted_triton.weighted_sum(rows, None, table[:4], 2)
     weighted_triton.weighted_sum_back(rows[:2], rows, weights, table[:4])
+    for experts in (8, order_triton.MOST_EXPERTS):
+        order_triton.ordered(table[:4].view(2, 2), weights, experts)
     data = torch.zeros(2, resident_copy_triton.LEAST_NBYTES, dtype=torch.uint8)
     resident_copy_triton.resident_copy(data[0], data[1])
     return sorted({*kernels.values(), *formats}), sorted(specialised), list(forms.values())

@@ -1,0 +1,188 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment,misc"
+"""Copies of rows in the order of their experts, and how many each expert gets, in two launches."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch_triton import Variant, kernel, options
+
+#: Dtypes of weights.
+DTYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+#: Most experts: their numbers of copies, and three more, are one tensor of a program.
+MOST_EXPERTS = 509
+#: Copies that a program counts at the same time, times bins of experts; the most of these copies.
+_CELLS, _BLOCK = 1 << 14, 512
+#: Most programs, of whose counts each reads all, so many at a time.
+_PROGRAMS, _ROWS = 64, 8
+
+
+@triton.jit
+def _bins(choices, experts):
+    """One more than the number of an expert; 0 and `experts` + 1 are of numbers out of range."""
+    return (tl.minimum(tl.maximum(choices, -1), experts) + 1).to(tl.int32)
+
+
+@kernel
+def _count_kernel(
+    totals_ptr,
+    choices_ptr,
+    weights_ptr,
+    copies: tl.int64,
+    each: tl.int64,
+    experts: tl.int32,
+    KIND: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count `each` copies by bin. Of bin `experts` + 2 are weights that are not finite."""
+    totals_ptr = totals_ptr.to(tl.pointer_type(tl.int32))
+    choices_ptr = choices_ptr.to(tl.pointer_type(tl.int64))
+    pid = tl.program_id(0).to(tl.int64)
+    bins = tl.arange(0, BINS)
+    total = tl.zeros([BINS], tl.int32)
+    bad = tl.zeros([BLOCK], tl.int32)
+    factors_ptr = weights_ptr.to(tl.pointer_type(KIND))
+    for first in range(pid * each, tl.minimum((pid + 1) * each, copies), BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        mask = at < copies
+        found = _bins(tl.load(choices_ptr + at, mask=mask, other=0), experts)
+        total += tl.sum(((found[:, None] == bins[None, :]) & mask[:, None]).to(tl.int32), 0)
+        factors = tl.load(factors_ptr + at, mask=mask, other=0.0)
+        if tl.float64 != KIND:
+            factors = factors.to(tl.float32)
+        bad += ((factors != factors) | (tl.abs(factors) == float("inf"))).to(tl.int32)
+    total = tl.where(bins == experts + 2, tl.sum(bad, 0), total)
+    tl.store(totals_ptr + pid * BINS + bins, total)
+
+
+@kernel
+def _place_kernel(
+    index_ptr,
+    rows_ptr,
+    inverse_ptr,
+    words_ptr,
+    totals_ptr,
+    choices_ptr,
+    copies: tl.int64,
+    each: tl.int64,
+    experts: tl.int32,
+    top_k: tl.int32,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Put `each` copies in their places; the first program writes what ranks tell each other."""
+    index_ptr = index_ptr.to(tl.pointer_type(tl.int64))
+    rows_ptr = rows_ptr.to(tl.pointer_type(tl.int64))
+    inverse_ptr = inverse_ptr.to(tl.pointer_type(tl.int64))
+    words_ptr = words_ptr.to(tl.pointer_type(tl.int64))
+    totals_ptr = totals_ptr.to(tl.pointer_type(tl.int32))
+    choices_ptr = choices_ptr.to(tl.pointer_type(tl.int64))
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    bins = tl.arange(0, BINS)
+    total = tl.zeros([BINS], tl.int32)
+    before = tl.zeros([BINS], tl.int32)
+    for first in range(0, programs, ROWS):
+        row = first + tl.arange(0, ROWS)
+        from_ptr = totals_ptr + row[:, None] * BINS + bins[None, :]
+        counts = tl.load(from_ptr, mask=row[:, None] < programs, other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where(row[:, None] < pid, counts, 0), 0)
+    bad = tl.sum(tl.where(bins == experts + 2, total, 0), 0)
+    total = tl.where(bins < experts + 2, total, 0)
+    begin = tl.cumsum(total, 0) - total
+    place = begin + before
+    start = pid.to(tl.int64) * each
+    for first in range(start, tl.minimum(start + each, copies), BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        mask = at < copies
+        found = _bins(tl.load(choices_ptr + at, mask=mask, other=0), experts)
+        ours = (found[:, None] == bins[None, :]) & mask[:, None]
+        ones = ours.to(tl.int32)
+        upto = tl.cumsum(ones, 0)
+        to = tl.sum(tl.where(ours, place[None, :] + upto - 1, 0), 1)
+        place += tl.sum(ones, 0)
+        tl.store(inverse_ptr + at, to.to(tl.int64), mask=mask)
+        tl.store(index_ptr + to, at, mask=mask)
+        tl.store(rows_ptr + to, at // top_k, mask=mask)
+    if pid == 0:
+        own = (bins >= 1) & (bins <= experts + 1)
+        tl.store(words_ptr + bins - 1, begin.to(tl.int64), mask=own)
+        tl.store(words_ptr + experts + 1, copies)
+        # 0 and NaN, as float64.
+        tl.store(words_ptr + experts + 2, tl.where(bad > 0, 0x7FF8000000000000, 0).to(tl.int64))
+
+
+class Ordered(NamedTuple):
+    """Copies by expert; those of one in their own order.
+
+    Attributes:
+        index: Numbers of copies, int64, shape (copies,).
+        rows: Of which row each of these is.
+        inverse: The place of each copy.
+        words: int64, shape (2, experts + 3), of which the second row is not written: how many
+            copies are for experts before number 0, 1, and so on to `experts`, how many there are,
+            and 0 as float64, or NaN if a weight is NaN or infinite.
+    """
+
+    index: torch.Tensor
+    rows: torch.Tensor
+    inverse: torch.Tensor
+    words: torch.Tensor
+
+
+def takes(choices: torch.Tensor, weights: torch.Tensor, experts: int) -> bool:
+    """Whether ``ordered`` can take these."""
+    return choices.numel() > 0 and weights.dtype in DTYPES and experts <= MOST_EXPERTS
+
+
+def ordered(choices: torch.Tensor, weights: torch.Tensor, experts: int) -> Ordered:
+    """Order the copies of rows by their experts.
+
+    Args:
+        choices: The expert of each copy, int64, shape (rows, top_k). What is out of range comes
+            first or last, in its own order.
+        weights: The same shape, of a dtype of ``DTYPES``.
+        experts: How many there are, at most ``MOST_EXPERTS``.
+
+    Returns:
+        The order.
+    """
+    choices, weights = choices.contiguous(), weights.contiguous()
+    copies, bins = choices.numel(), triton.next_power_of_2(experts + 3)
+    block = min(_BLOCK, _CELLS // bins)
+    programs = min(_PROGRAMS, -(-copies // block))
+    each = -(-copies // (programs * block)) * block
+    programs = -(-copies // each)
+    counts = choices.new_empty((programs, bins), dtype=torch.int32)
+    three = choices.new_empty((3, copies))
+    words = choices.new_empty((2, experts + 3))
+    given = counts, choices, weights.view(-1).view(torch.uint8)
+    _count(weights.dtype, bins, block).launch(programs, given, copies, each, experts)
+    index, rows, inverse = three.unbind(0)
+    tensors = index, rows, inverse, words, counts, choices
+    numbers = copies, each, experts, choices.shape[1]
+    _place(bins, block).launch(programs, tensors, *numbers)
+    return Ordered(index, rows, inverse, words)
+
+
+@functools.cache
+def _count(dtype: torch.dtype, bins: int, block: int) -> Variant:
+    return Variant(_count_kernel, options(8), KIND=DTYPES[dtype], BINS=bins, BLOCK=block)
+
+
+@functools.cache
+def _place(bins: int, block: int) -> Variant:
+    return Variant(_place_kernel, options(8), BINS=bins, BLOCK=block, ROWS=_ROWS)
