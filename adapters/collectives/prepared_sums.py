@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from .prepared import PreparedCalls
 
 _FLOAT32 = BY_NAME["float32"]
-#: All-reduces over a network are made in pieces of so many bytes or more, at most so many. While
-#: messages of one are exchanged another's are coded.
+#: All-reduces over a network that run alone are made in pieces of so many bytes or more, at most so
+#: many. While messages of one are exchanged another's are coded.
 PIECE_NBYTES, MOST_PIECES = 32 << 20, 4
 
 
@@ -93,7 +93,8 @@ class _Sums(Prepared):
     def _cut(self) -> list[tuple[Bounds, ...]]:
         """By piece, where the pieces of the parts begin and end."""
         count = 1
-        if self._calls.route.by_network:
+        # Side by side the network is busy with other calls, and moves large messages faster.
+        if self._calls.route.by_network and not self._calls.side_by_side:
             nbytes = sum(part.nbytes for part in self._parts)
             count = max(1, min(nbytes // PIECE_NBYTES, MOST_PIECES))
         return list(zip(*(bounds_of(part.nelem, count) for part in self._parts), strict=True))

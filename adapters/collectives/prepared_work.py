@@ -14,7 +14,7 @@ from ...formats.dtypes import DType
 from ...formats.errors import FormatError
 from ...formats.header import align
 from ...many import decode_many, decode_sum
-from ...prepared import prepare_encode_many
+from ...prepared import encode_planned
 from ..errors import CollectiveError
 from . import running, tensors
 from .calls import Call, rounding_key
@@ -353,7 +353,7 @@ class Prepared(Judged):
                     batch = [one for one in wanted if exchange.what.parts[one.part].dtype == dtype]
                     plans = [exchange.layout(one.number).plans[one.part] for one in batch]
                     outs = [exchange.memory(one.number, one.part, message) for one in batch]
-                    prepare_encode_many(plans, [one.x for one in batch], outs)()
+                    encode_planned(plans, [one.x for one in batch], outs)
             exchange.tell_needs()
 
     def _encode_one(

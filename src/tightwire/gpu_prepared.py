@@ -37,6 +37,25 @@ def encode_many(
     if not plans:
         return Prepared([], torch.zeros(0, dtype=torch.int64, device="cpu"), _nothing)
     place = _place_of(xs[0], "xs[0]")
+    return _prepared(place, _encoder(plans, xs, outs, stats, key), _new_statuses(0, place))
+
+
+def encode_planned(plans: Sequence[Plan], xs: Sequence[Any], outs: Sequence[Any]) -> None:
+    """As `prepared.encode_planned`."""
+    encode = _encoder(plans, xs, outs, None, None)
+    with _scope(_place_of(xs[0], "xs[0]"), "torch"):
+        encode()
+
+
+def _encoder(
+    plans: Sequence[Plan],
+    xs: Sequence[Any],
+    outs: Sequence[Any],
+    stats: Sequence[Any] | None,
+    key: Key | None,
+) -> Callable[[], None]:
+    """What encodes tensors of a device, all of which are looked at here."""
+    place = _place_of(xs[0], "xs[0]")
     kernels = [_kernels_for(plan) for plan in plans]
     elements = [
         _elements(f"xs[{i}]", x, (plan.dtype,), plan.shape, place)
@@ -76,7 +95,7 @@ def encode_many(
                 work,
             )
 
-    return _prepared(place, encode, _new_statuses(0, place))
+    return encode
 
 
 def decode(

@@ -166,14 +166,8 @@ def prepare_encode_many(
         TypeError: If an argument has a wrong type.
         ValueError: If an array does not fit, or there are no kernels for a codec on its GPU.
     """
-    _need_no_base(plans)
-    for plan in plans:
-        need_key(plan.codec, plan.dtype, key)
-    _need_as_many(len(plans), xs=xs, outs=outs, stats=stats)
-    written = [span_of(out, plan.nbytes) for out, plan in zip(outs, plans, strict=True)]
+    _check_many(plans, xs, outs, stats, key)
     some = [None] * len(plans) if stats is None else stats
-    read: dict[str, Spans] = {"xs[{}]": spans_of(xs), "stats[{}]": spans_of(some)}
-    check_apart({"outs[{}]": written}, read)
     gpu = _gpu_for(backend, *xs, *outs)
     if gpu is not None:
         found: Prepared = gpu.encode_many(plans, xs, outs, stats, key)
@@ -196,6 +190,45 @@ def prepare_encode_many(
         host_many.encode_all(items, key, count, backend, "xs")
 
     return Prepared([encode], np.zeros(0, np.int64), _nothing)
+
+
+def encode_planned(
+    plans: Sequence[Plan], xs: Sequence[Any], outs: Sequence[Any], *, backend: str | None = None
+) -> None:
+    """Encode arrays by plans once, as a call of ``prepare_encode_many`` would.
+
+    On a GPU nothing waits for the device, and a graph that is being captured can have the call.
+
+    Args:
+        plans: At least one, as in ``prepare_encode_many``, of codecs that do not draw.
+        xs: As there.
+        outs: As there.
+        backend: As there.
+    """
+    gpu = _gpu_for(backend, *xs, *outs)
+    if gpu is None:
+        prepare_encode_many(plans, xs, outs, backend=backend)()
+        return
+    _check_many(plans, xs, outs, None, None)
+    gpu.encode_planned(plans, xs, outs)
+
+
+def _check_many(
+    plans: Sequence[Plan],
+    xs: Sequence[Any],
+    outs: Sequence[Any],
+    stats: Sequence[Any] | None,
+    key: Key | None,
+) -> None:
+    """Raise for arguments that do not fit each other."""
+    _need_no_base(plans)
+    for plan in plans:
+        need_key(plan.codec, plan.dtype, key)
+    _need_as_many(len(plans), xs=xs, outs=outs, stats=stats)
+    written = [span_of(out, plan.nbytes) for out, plan in zip(outs, plans, strict=True)]
+    some = [None] * len(plans) if stats is None else stats
+    read: dict[str, Spans] = {"xs[{}]": spans_of(xs), "stats[{}]": spans_of(some)}
+    check_apart({"outs[{}]": written}, read)
 
 
 def prepare_decode(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from prepared_ranks import DTYPE, ROUTES, run, same, tensor
+from ranks import Alone
 from tightwire.adapters.collectives import prepared_work
 from tightwire.adapters.collectives import recorded as recorded_calls
 from tightwire.adapters.collectives.prepared import PreparedCalls
@@ -369,3 +370,61 @@ def test_works_that_were_waited_for_keep_nothing(route: str) -> None:
         run(2, route, task)
     finally:
         gc.enable()
+
+
+#: Ranks that swap or gather, and the elements that each of them has.
+GROUP, EACH = 4, 512 * 137
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", ["zipccl", "mx", "huffman", "taco"])
+@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize(
+    "collective", ["all_gather", "all_to_all", "reduce_scatter", "one-shot", "two-shot"]
+)
+def test_graphs_of_more_than_two_ranks(collective: str, side_by_side: bool, codec: str) -> None:
+    """Messages to several ranks are a batch. The others do what this one does."""
+    torch = pytest.importorskip("torch")
+    transport = Alone(GROUP)
+    transport.capturable = True
+
+    def exchange(kind: str, outs: Any, xs: Any) -> None:
+        for receives, sends in zip(outs, xs, strict=True):
+            for out, x in zip(receives, sends, strict=True):
+                to, given = (a if hasattr(a, "copy_") else torch.from_numpy(a) for a in (out, x))
+                to.copy_(given)
+
+    transport._exchange = exchange  # type: ignore[method-assign]
+    calls = PreparedCalls(transport, codec, side_by_side=side_by_side)
+    whole = collective in ("all_to_all", "reduce_scatter")
+    x = torch.randn(GROUP * EACH if whole else EACH, device="cuda").bfloat16()
+    size = GROUP * EACH if collective in ("all_gather", "all_to_all") else EACH
+    if "shot" in collective:
+        call = calls.all_reduce(x, algorithm=collective)
+    else:
+        call = getattr(calls, collective)(x)
+    streams = [torch.cuda.Stream() for _ in range(calls.depth)]
+    memory = [torch.empty(size, device="cuda", dtype=x.dtype) for _ in streams]
+    found = []
+    for _ in range(12):
+        phase = calls.phase
+        memory[phase].fill_(torch.nan)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[calls.queue_of(phase)]):
+            work = call(x, memory[phase])
+        work.wait()
+        found.append(memory[phase].clone())
+    assert all(slot.recordings for slot in call._slots)
+    assert all(torch.equal(one, found[0]) for one in found)
+    near = {"rtol": 0, "atol": 0} if codec in ("zipccl", "huffman") else {"rtol": 0.3, "atol": 0.5}
+    if collective == "all_gather":
+        wanted = x.repeat(GROUP)
+    elif collective == "all_to_all":
+        wanted = x
+    elif collective == "one-shot":
+        wanted = (GROUP * x.float()).bfloat16()
+    else:
+        # Others send what this rank has for them.
+        share = x.float().view(GROUP, -1).sum(0).bfloat16()
+        wanted = share if collective == "reduce_scatter" else share.repeat(GROUP)
+    torch.testing.assert_close(found[0], wanted, **near)

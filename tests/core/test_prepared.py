@@ -135,6 +135,40 @@ def test_elements_are_added(name: str, dtype: str, place: str) -> None:
     assert same(acc, wanted)
 
 
+@pytest.mark.parametrize("name", ["mx", "zipccl", "taco", "huffman"])
+def test_many_at_once(name: str, place: str) -> None:
+    """Without a wait for the device, and in a graph."""
+    codec = tw.codec(name)
+    xs = [values(place, i, n) for i, n in enumerate((9000, 100, 8200, 100))]
+    plans = [codec.plan(tuple(x.shape), "bfloat16") for x in xs]
+    outs = [poisoned(place, plan.nbytes) for plan in plans]
+
+    def encode() -> None:
+        prepared.encode_planned(plans, xs, outs, backend=backend(place))
+
+    def check() -> None:
+        for x, plan, out in zip(xs, plans, outs, strict=True):
+            assert packed(codec, plan, out) == bytes(codec.encode(x, backend=backend(place)))
+
+    encode()
+    check()
+    if place != "cuda":
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        encode()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        encode()
+    for i, (x, out) in enumerate(zip(xs, outs, strict=True)):
+        x.copy_(values(place, 10 + i, x.numel()))
+        out.fill_(0xA5)
+    graph.replay()
+    check()
+
+
 @pytest.mark.parametrize("name", ["mx", "nvfp4", "zipccl", "thc"])
 def test_many(name: str, place: str) -> None:
     codec = tw.codec(name)
