@@ -5,10 +5,17 @@
 Which elements meet in a cell follows from the shape alone, so a table lists for each block of the
 sketch the blocks of elements in it, in the order in which the page adds them up: cells gather. A
 word holds the bits of 32 elements, and a block of elements reaches a block of cells by rotating its
-256 bits, the bytes of one sector. A round is two launches of `_round_kernel` over bitmaps:
+256 bits, the bytes of one sector. A round is two launches over bitmaps:
 
-1. Of each block of cells, which have just one element left: two bits that saturate.
-2. Of each block of elements, which have such a cell, and the first of their three.
+1. `_alone_kernel`, of each block of cells: which have just one element left, by two bits that
+   saturate. A cell is alone in one round at most, as its element is peeled in it. So the bitmap
+   `cells` grows, and five others have the number of the round, bit by bit.
+2. `_peel_kernel`, of each block of elements: those that have a cell in `cells` are left no more.
+
+Who is peeled in a round is not written down in it, as that would move more bytes than the round:
+an element's own cell is the first of its three that were alone earliest, which `_own_kernel` finds
+once, behind the last round. In these kernels a thread has a whole block in eight words: rotating
+them there takes a sixth of the instructions of rotating them by loads of words.
 
 Rounds beyond the last launch, and all rounds of small chunks, are made by `_finish_kernel`, one
 program for each chunk. A round whose predecessor peeled nothing returns at once. So nothing waits
@@ -26,11 +33,22 @@ import triton.language as tl
 
 from ..formats.dtypes import DType
 from .common.base import Plan
-from .common.fill_triton import zero
-from .common.launch_triton import kernel, program
-from .common.minifloat_triton import elements_at
+from .common.launch_triton import INTERPRETED, PTX, kernel, program
+from .common.minifloat_triton import aligned_for, elements_at
 from .common.plans_triton import Launches, variant_of
-from .lhc import BLOCK, FINISHED, HASHES, LANES, LEFT, ROUNDS, STATE, Lhc, mapping_of, workspace
+from .lhc import (
+    BLOCK,
+    FINISHED,
+    HASHES,
+    LANES,
+    LEFT,
+    NUMBER_BITS,
+    ROUNDS,
+    STATE,
+    Lhc,
+    mapping_of,
+    workspace,
+)
 
 #: Bits of a bitmap's word, words of a block.
 WORD = tl.constexpr(32)
@@ -44,14 +62,25 @@ _COUNTED = tl.constexpr(2048)
 #: Where `_index_kernel` takes the index from.
 OF_ELEMENTS, OF_STATS, OF_BUFFER = (tl.constexpr(i) for i in range(3))
 
-#: Rows that a program takes in a round, and in `_finish_kernel` at once.
+_NUMBER_BITS = tl.constexpr(NUMBER_BITS)
+
+#: Blocks that a program takes at once: of elements, a block a thread; in `_used_kernel`; in
+#: `_finish_kernel`.
+PEEL_BLOCKS = 128
 ROUND_BLOCKS = 64
 FINISH_BLOCKS = 128
+#: Blocks of cells that a program takes at once, and threads for each, which share its list. The
+#: interpreter reduces element by element, which takes it long.
+ALONE_BLOCKS, ALONE_THREADS = (64, 1) if INTERPRETED else (16, 8)
+#: Programs of a launch take several tiles each where there are more tiles: so many run at a time
+#: on 132 multiprocessors, and a round that has nothing to do is over sooner.
+PROGRAMS = 1056
 #: Chunks of so many blocks at most are peeled by `_finish_kernel` alone.
 SMALL_BLOCKS = 1024
 
 # Of an element two bits say what became of it, in planes `a` and `b`: own cell by hash 0 (both), 1
-# (a), 2 (b), or none. It is `left` until then; those that stay left are estimated.
+# (a), 2 (b), or none. It is `left` until then; those that stay left are estimated. Until
+# `_own_kernel` has run, `a` has the index.
 # The table has for each block of elements and hash `block of cells << 9 | offset << 1 | sign`, then
 # where the list of each block of cells starts and the last ends, then those lists:
 # `block of elements << 11 | hash << 9 | offset << 1 | sign`.
@@ -79,6 +108,15 @@ def planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks):
     plane = chunks * blocks * BLOCK_WORDS
     cells = words + 3 * plane + chunk * sketch_blocks * BLOCK_WORDS
     return left, left + plane, left + 2 * plane, cells
+
+
+@triton.jit
+def _numbers_of(cells, chunks, sketch_blocks):
+    """The first bitmap of round numbers of a chunk whose cells have bitmap `cells`, and how far
+    apart they are.
+    """
+    plane = chunks * sketch_blocks * BLOCK_WORDS
+    return cells + plane, plane
 
 
 @triton.jit
@@ -174,8 +212,173 @@ def _going(state, round_index):
     return (round_index == 0) | (before != 0)
 
 
+@triton.jit
+def _half_block(at, use, PTX: tl.constexpr):
+    """Four words at pointers, multiples of 16 bytes with PTX; 0 if not `use`."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.u32 p, $5, 0;
+            mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;
+            @p ld.global.v4.u32 {$0, $1, $2, $3}, [$4];
+            }""",
+            "=&r,=&r,=&r,=&r,l,r",
+            (at.to(tl.int64), use.to(tl.int32)),
+            dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return (
+            tl.load(at, mask=use, other=0),
+            tl.load(at + 1, mask=use, other=0),
+            tl.load(at + 2, mask=use, other=0),
+            tl.load(at + 3, mask=use, other=0),
+        )
+
+
+@triton.jit
+def _block_at(at, use, PTX: tl.constexpr):
+    """The eight words of blocks at pointers."""
+    return _half_block(at, use, PTX) + _half_block(at + 4, use, PTX)
+
+
+@triton.jit
+def _store_half(at, a, b, c, d, use, PTX: tl.constexpr):
+    if PTX:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.u32 p, $6, 0;
+            @p st.global.v4.u32 [$1], {$2, $3, $4, $5};
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r,r,r,r,r",
+            (at.to(tl.int64), a, b, c, d, use.to(tl.int32)),
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(at, a, mask=use)
+        tl.store(at + 1, b, mask=use)
+        tl.store(at + 2, c, mask=use)
+        tl.store(at + 3, d, mask=use)
+
+
+@triton.jit
+def _store_block(at, words, use, PTX: tl.constexpr):
+    """Store the eight words of blocks at pointers."""
+    _store_half(at, words[0], words[1], words[2], words[3], use, PTX)
+    _store_half(at + 4, words[4], words[5], words[6], words[7], use, PTX)
+
+
+@triton.jit
+def _funnel(low, high, by, PTX: tl.constexpr):
+    """Bits behind bit `by` % 32 of words and those that follow them."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "shf.r.wrap.b32 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            (low, high, by),
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        shift = (by & 31).to(tl.uint32)
+        return (low >> shift) | ((high << 1) << (31 - shift))
+
+
+@triton.jit
+def _rotated_at(bitmap, block, by, use, PTX: tl.constexpr):
+    """Words of blocks of a bitmap: bit i is bit (i + `by`) % 256 of the block; 0 if not `use`."""
+    by = by.to(tl.int32)
+    # By 128 bits: which half is loaded first.
+    half = (by >> 5) & 4
+    base = bitmap + block * BLOCK_WORDS
+    a, b, c, d = _half_block(base + half, use, PTX)
+    e, f, g, h = _half_block(base + (half ^ 4), use, PTX)
+    # By 64 bits, then 32.
+    two = (by & 64) != 0
+    a, c, e, g = tl.where(two, c, a), tl.where(two, e, c), tl.where(two, g, e), tl.where(two, a, g)
+    b, d, f, h = tl.where(two, d, b), tl.where(two, f, d), tl.where(two, h, f), tl.where(two, b, h)
+    one = (by & 32) != 0
+    w0, w1, w2, w3 = tl.where(one, b, a), tl.where(one, c, b), tl.where(one, d, c), tl.where(one, e, d)
+    w4, w5, w6, w7 = tl.where(one, f, e), tl.where(one, g, f), tl.where(one, h, g), tl.where(one, a, h)
+    return (
+        _funnel(w0, w1, by, PTX),
+        _funnel(w1, w2, by, PTX),
+        _funnel(w2, w3, by, PTX),
+        _funnel(w3, w4, by, PTX),
+        _funnel(w4, w5, by, PTX),
+        _funnel(w5, w6, by, PTX),
+        _funnel(w6, w7, by, PTX),
+        _funnel(w7, w0, by, PTX),
+    )
+
+
+@triton.jit
+def _or(x, y):
+    return (
+        x[0] | y[0],
+        x[1] | y[1],
+        x[2] | y[2],
+        x[3] | y[3],
+        x[4] | y[4],
+        x[5] | y[5],
+        x[6] | y[6],
+        x[7] | y[7],
+    )
+
+
+@triton.jit
+def _and(x, y):
+    return (
+        x[0] & y[0],
+        x[1] & y[1],
+        x[2] & y[2],
+        x[3] & y[3],
+        x[4] & y[4],
+        x[5] & y[5],
+        x[6] & y[6],
+        x[7] & y[7],
+    )
+
+
+@triton.jit
+def _not(x):
+    return ~x[0], ~x[1], ~x[2], ~x[3], ~x[4], ~x[5], ~x[6], ~x[7]
+
+
+@triton.jit
+def _any(x):
+    """Which blocks have a bit."""
+    return (x[0] | x[1] | x[2] | x[3] | x[4] | x[5] | x[6] | x[7]) != 0
+
+
+@triton.jit
+def _below(x, y, behind):
+    """One more bit, higher than those before, of which numbers `x` are below numbers `y`."""
+    return _or(_and(_not(x), y), _and(_or(_not(x), y), behind))
+
+
+# fmt: off
+@triton.jit
+def _joined(a, b, c, d, e, f, g, h, aa, bb, cc, dd, ee, ff, gg, hh,
+            i, j, k, l, m, n, o, p, ii, jj, kk, ll, mm, nn, oo, pp):
+    """Of two shares of a list, which cells are in it: once or more, twice or more."""
+    return (
+        a | i, b | j, c | k, d | l, e | m, f | n, g | o, h | p,
+        aa | ii | (a & i), bb | jj | (b & j), cc | kk | (c & k), dd | ll | (d & l),
+        ee | mm | (e & m), ff | nn | (f & n), gg | oo | (g & o), hh | pp | (h & p),
+    )
+# fmt: on
+
+
 @kernel
-def _round_kernel(
+def _alone_kernel(
     table_ptr,
     work_ptr,
     state_ptr,
@@ -183,24 +386,147 @@ def _round_kernel(
     chunks: tl.int64,
     blocks: tl.int64,
     sketch_blocks: tl.int64,
-    tiles: tl.int64,
+    parts: tl.int64,
     round_index: tl.int32,
     BLOCKS: tl.constexpr,
-    PEEL: tl.constexpr,
+    THREADS: tl.constexpr,
+    PTX: tl.constexpr,
     member=None,
 ):
-    """Half of a round, for some blocks of a chunk: of cells, or with PEEL of elements."""
-    chunk, tile = program_of(member, first_chunk, tiles)
-    block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    """The first half of a round: which cells have one element that is left, and the round of those.
+
+    Numbers of rounds begin as all ones.
+    """
+    chunk, part = program_of(member, first_chunk, parts)
+    if _going(state_at(state_ptr, chunk), round_index):
+        left, _, _, cells = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
+        numbers, plane = _numbers_of(cells, chunks, sketch_blocks)
+        table = table_ptr.to(tl.pointer_type(tl.int64))
+        start = part * BLOCKS
+        while start < sketch_blocks:
+            block = start + tl.arange(0, BLOCKS)
+            lists, at, end = list_at(table, block, blocks, sketch_blocks)
+            longest = tl.max(end - at, 0).to(tl.int32)
+            share = tl.arange(0, THREADS)[None, :]
+            at, end = at[:, None] + share, end[:, None]
+            zero = tl.zeros([BLOCKS, THREADS], tl.uint32)
+            once = zero, zero, zero, zero, zero, zero, zero, zero
+            twice = zero, zero, zero, zero, zero, zero, zero, zero
+            for _ in tl.range(0, longest, THREADS, loop_unroll_factor=2):
+                use = at < end
+                entry = tl.load(lists + at, mask=use, other=0)
+                bits = _rotated_at(left, entry >> 11, -(entry >> 1) & (_BLOCK - 1), use, PTX)
+                twice = _or(twice, _and(once, bits))
+                once = _or(once, bits)
+                at += THREADS
+            found = tl.reduce(once + twice, 1, _joined)
+            alone = _and(found[:8], _not(found[8:]))
+            here = block < sketch_blocks
+            to = block * BLOCK_WORDS
+            if round_index == 0:
+                _store_block(cells + to, alone, here, PTX)
+            else:
+                _store_block(cells + to, _or(_block_at(cells + to, here, PTX), alone), here, PTX)
+            others = _not(alone)
+            for bit in tl.static_range(_NUMBER_BITS):
+                number = numbers + bit * plane + to
+                if round_index == 0:
+                    _store_block(number, others, here, PTX)
+                elif ((round_index >> bit) & 1) == 0:
+                    _store_block(
+                        number, _and(_block_at(number, here, PTX), others), here, PTX
+                    )
+            start += parts * BLOCKS
+
+
+@kernel
+def _peel_kernel(
+    table_ptr,
+    work_ptr,
+    state_ptr,
+    first_chunk: tl.int64,
+    chunks: tl.int64,
+    blocks: tl.int64,
+    sketch_blocks: tl.int64,
+    parts: tl.int64,
+    round_index: tl.int32,
+    BLOCKS: tl.constexpr,
+    PTX: tl.constexpr,
+    member=None,
+):
+    """The second half: peel elements that have a cell alone, and say in the state if some had."""
+    chunk, part = program_of(member, first_chunk, parts)
     state = state_at(state_ptr, chunk)
     if _going(state, round_index):
-        left, a, b, cells = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
+        left, _, _, cells = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
         table = table_ptr.to(tl.pointer_type(tl.int64))
-        if PEEL:
-            if _peel(table, left, a, b, cells, block, blocks) != 0:
-                tl.store(state + round_index, 1)
-        else:
-            _find_alone(table, left, cells, block, blocks, sketch_blocks, BLOCKS)
+        peels = tl.zeros([BLOCKS], tl.int32)
+        start = part * BLOCKS
+        while start < blocks:
+            block = start + tl.arange(0, BLOCKS)
+            to = block * BLOCK_WORDS
+            stay = _block_at(left + to, block < blocks, PTX)
+            use = _any(stay)
+            first = tl.load(table + _HASHES * block, mask=use, other=0)
+            second = tl.load(table + _HASHES * block + 1, mask=use, other=0)
+            third = tl.load(table + _HASHES * block + 2, mask=use, other=0)
+            alone = _rotated_at(cells, first >> 9, (first >> 1) & (_BLOCK - 1), use, PTX)
+            more = _rotated_at(cells, second >> 9, (second >> 1) & (_BLOCK - 1), use, PTX)
+            alone = _or(alone, more)
+            more = _rotated_at(cells, third >> 9, (third >> 1) & (_BLOCK - 1), use, PTX)
+            alone = _or(alone, more)
+            changed = _any(_and(stay, alone))
+            _store_block(left + to, _and(stay, _not(alone)), changed, PTX)
+            peels |= changed.to(tl.int32)
+            start += parts * BLOCKS
+        if tl.max(peels, 0) != 0:
+            tl.store(state + round_index, 1)
+
+
+@kernel
+def _own_kernel(
+    table_ptr,
+    work_ptr,
+    first_chunk: tl.int64,
+    chunks: tl.int64,
+    blocks: tl.int64,
+    sketch_blocks: tl.int64,
+    tiles: tl.int64,
+    BLOCKS: tl.constexpr,
+    PTX: tl.constexpr,
+    member=None,
+):
+    """Planes `a` and `b` of some blocks: the first cell of a peeled element that was alone earliest.
+
+    A cell that was alone later, or never, has a higher number.
+    """
+    chunk, tile = program_of(member, first_chunk, tiles)
+    left, a, b, cells = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
+    number, plane = _numbers_of(cells, chunks, sketch_blocks)
+    table = table_ptr.to(tl.pointer_type(tl.int64))
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    here = block < blocks
+    to = block * BLOCK_WORDS
+    peeled = _and(_block_at(a + to, here, PTX), _not(_block_at(left + to, here, PTX)))
+    use = _any(peeled)
+    first = tl.load(table + _HASHES * block, mask=use, other=0)
+    second = tl.load(table + _HASHES * block + 1, mask=use, other=0)
+    third = tl.load(table + _HASHES * block + 2, mask=use, other=0)
+    zero = tl.zeros([BLOCKS], tl.uint32)
+    none = zero, zero, zero, zero, zero, zero, zero, zero
+    second_first, third_first, third_second = none, none, none
+    for _ in tl.static_range(_NUMBER_BITS):
+        x = _rotated_at(number, first >> 9, (first >> 1) & (_BLOCK - 1), use, PTX)
+        y = _rotated_at(number, second >> 9, (second >> 1) & (_BLOCK - 1), use, PTX)
+        z = _rotated_at(number, third >> 9, (third >> 1) & (_BLOCK - 1), use, PTX)
+        second_first = _below(y, x, second_first)
+        third_first = _below(z, x, third_first)
+        third_second = _below(z, y, third_second)
+        number += plane
+    by_0 = _and(peeled, _not(_or(second_first, third_first)))
+    by_1 = _and(peeled, _and(second_first, _not(third_second)))
+    _store_block(a + to, _or(by_0, by_1), here, PTX)
+    _store_block(b + to, _and(peeled, _not(by_1)), here, PTX)
 
 
 @kernel
@@ -241,7 +567,7 @@ def _finish_kernel(
 
 
 @triton.jit
-def _bits_set(word):
+def bits_set(word):
     """How many bits of each word, uint32, are set."""
     word -= (word >> 1) & 0x55555555
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
@@ -266,8 +592,8 @@ def _count_kernel(
     left, a, b, _ = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
     stay = tl.load(left + word, mask=inside, other=0)
     gone = tl.load(a + word, mask=inside, other=0) | tl.load(b + word, mask=inside, other=0)
-    peeled = tl.sum(_bits_set(gone).to(tl.int64), 0)
-    tl.atomic_add(counts_ptr, peeled + tl.sum(_bits_set(stay).to(tl.int64), 0), sem="relaxed")
+    peeled = tl.sum(bits_set(gone).to(tl.int64), 0)
+    tl.atomic_add(counts_ptr, peeled + tl.sum(bits_set(stay).to(tl.int64), 0), sem="relaxed")
     tl.atomic_add(counts_ptr + 1, peeled, sem="relaxed")
     if tile == 0:
         entry = tl.arange(0, _STATE)
@@ -303,12 +629,53 @@ def not_zero(v, ITEM: tl.constexpr):
     return (v.to(tl.uint32) << (33 - 8 * ITEM)) != 0
 
 
+@triton.jit
+def index_of(x_ptr, first, word, tile, n, ITEM: tl.constexpr, ALIGNED: tl.constexpr):
+    """The index of a tile of a chunk: words. ALIGNED: `first` is at a multiple of 16 bytes."""
+    if ALIGNED:
+        if (tile + 1) * (WORDS * WORD) <= n:
+            bits = _index_of_whole(x_ptr, first, tile, ITEM)
+        else:
+            bits = _index_of_some(x_ptr, first, word, n, ITEM)
+    else:
+        bits = _index_of_some(x_ptr, first, word, n, ITEM)
+    return bits
+
+
+@triton.jit
+def _index_of_some(x_ptr, first, word, n, ITEM: tl.constexpr):
+    i = elements_of(word)
+    v = tl.load(elements_at(x_ptr, ITEM) + first + i, mask=i < n, other=0)
+    placed = not_zero(v, ITEM).to(tl.int32) << tl.arange(0, WORD)[None, :]
+    return tl.sum(placed, 1).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _index_of_whole(x_ptr, first, tile, ITEM: tl.constexpr):
+    x = x_ptr.to(tl.pointer_type(tl.uint32))
+    row = tl.arange(0, WORDS)[:, None]
+    if ITEM == 2:
+        # Two elements in a word: bit 15 of each is set if it is not zero.
+        column = tl.arange(0, WORD // 2)[None, :]
+        words = x + tl.multiple_of(first // 2, 8) + tile * (WORDS * WORD // 2)
+        v = tl.load(words + (row * (WORD // 2) + column)) & 0x7FFF7FFF
+        v = (v + 0x7FFF7FFF) >> 15
+        placed = ((v | (v >> 15)) & 3) << (2 * column).to(tl.uint32)
+    else:
+        column = tl.arange(0, WORD)[None, :]
+        words = x + tl.multiple_of(first, 16) + tile * (WORDS * WORD)
+        v = tl.load(words + (row * WORD + column))
+        placed = not_zero(v, ITEM).to(tl.uint32) << column.to(tl.uint32)
+    return tl.sum(placed.to(tl.int32, bitcast=True), 1).to(tl.uint32, bitcast=True)
+
+
 @kernel
 def _index_kernel(
     x_ptr,
     given_ptr,
     index_ptr,
     work_ptr,
+    state_ptr,
     first_chunk: tl.int64,
     chunks: tl.int64,
     nelem: tl.int64,
@@ -318,14 +685,17 @@ def _index_kernel(
     static_at: tl.int64,
     static_stride: tl.int64,
     index_at: tl.int64,
+    kept: tl.int32,
     FROM: tl.constexpr,
     WORK: tl.constexpr,
     ITEM: tl.constexpr,
+    ALIGNED: tl.constexpr,
     member=None,
 ):
     """The index of some words of a chunk, from elements or a tensor's index, or as it is there.
 
-    With WORK all that is in the index is left, and nothing is peeled.
+    With WORK all that is in the index is left, and the chunk's state is 0. Plane `a` has the index
+    if `kept`, for `_own_kernel`; else nothing is peeled in `a` and `b`.
     """
     chunk, tile = program_of(member, first_chunk, tiles)
     first, n = chunk_at(chunk, nelem, chunk_nelem)
@@ -337,10 +707,7 @@ def _index_kernel(
         bits = tl.load(index, mask=inside, other=0) & mask
     else:
         if FROM == OF_ELEMENTS:
-            i = elements_of(word)
-            v = tl.load(elements_at(x_ptr, ITEM) + first + i, mask=i < n, other=0)
-            placed = not_zero(v, ITEM).to(tl.int32) << tl.arange(0, WORD)[None, :]
-            bits = tl.sum(placed, 1).to(tl.uint32, bitcast=True)
+            bits = index_of(x_ptr, first, word, tile, n, ITEM, ALIGNED)
         else:
             bit = first + word * WORD
             byte = bit >> 3
@@ -354,8 +721,11 @@ def _index_kernel(
     if WORK:
         left, a, b, _ = planes_of(work_ptr, chunk, chunks, blocks, blocks)
         tl.store(left + word, bits, mask=inside)
-        tl.store(a + word, bits * 0, mask=inside)
-        tl.store(b + word, bits * 0, mask=inside)
+        tl.store(a + word, tl.where(kept != 0, bits, bits * 0), mask=inside)
+        tl.store(b + word, bits * 0, mask=inside & (word * 0 + kept == 0))
+        if tile == 0:
+            entry = tl.arange(0, _STATE)
+            tl.store(state_at(state_ptr, chunk) + entry, (entry * 0).to(tl.int64))
 
 
 @functools.lru_cache(maxsize=64)
@@ -398,26 +768,35 @@ def tiles_of(blocks: int) -> int:
 
 
 def read_index(plan: Plan, source: int, tensors, first: int, end: int) -> None:
-    """The index of chunks `first` to `end`, and planes in which nothing is peeled."""
+    """The index of chunks `first` to `end`, planes in which nothing is peeled, and their state."""
     g = Shape.of(plan)
-    variant = variant_of(_index_kernel, FROM=source, WORK=True, ITEM=plan.dtype.itemsize)
+    aligned = source == int(OF_ELEMENTS.value) and aligned_for(plan, tensors[0])
+    item = plan.dtype.itemsize
+    variant = variant_of(_index_kernel, FROM=source, WORK=True, ITEM=item, ALIGNED=aligned)
     where = first, plan.chunks, *g.sizes, g.blocks, g.tiles, *g.static, g.second
-    variant.launch(g.tiles * (end - first), tensors, *where)
+    kept = int(g.blocks > SMALL_BLOCKS)
+    variant.launch(g.tiles * (end - first), tensors, *where, kept)
 
 
 def peel_chunks(plan: Plan, table, planes, state, first: int, end: int) -> None:
     """Peel what is left in chunks `first` to `end`."""
-    g = Shape.of(plan)
-    zero(state)
-    halves = [variant_of(_round_kernel, BLOCKS=ROUND_BLOCKS, PEEL=half) for half in (False, True)]
+    g, number = Shape.of(plan), end - first
     tensors, where = (table, planes, state), (first, plan.chunks, *g.both)
     rounds = 0 if g.blocks <= SMALL_BLOCKS else ROUNDS
-    for round_index in range(rounds):
-        for half, blocks in zip(halves, (g.sketch_blocks, g.blocks), strict=True):
-            tiles = -(-blocks // ROUND_BLOCKS)
-            half.launch((end - first) * tiles, tensors, *where, tiles, round_index)
+    if rounds:
+        wide = PTX and planes.data_ptr() % 16 == 0
+        own = variant_of(_own_kernel, BLOCKS=PEEL_BLOCKS, PTX=wide)
+        peel = variant_of(_peel_kernel, BLOCKS=PEEL_BLOCKS, PTX=wide)
+        alone = variant_of(_alone_kernel, BLOCKS=ALONE_BLOCKS, THREADS=ALONE_THREADS, PTX=wide)
+        alone_parts = min(-(-g.sketch_blocks // ALONE_BLOCKS), PROGRAMS)
+        tiles = -(-g.blocks // PEEL_BLOCKS)
+        peel_parts = min(tiles, PROGRAMS)
+        for round_index in range(rounds):
+            alone.launch(number * alone_parts, tensors, *where, alone_parts, round_index)
+            peel.launch(number * peel_parts, tensors, *where, peel_parts, round_index)
+        own.launch(number * tiles, tensors[:2], *where, tiles)
     finish = variant_of(_finish_kernel, 8, BLOCKS=FINISH_BLOCKS)
-    finish.launch(end - first, tensors, *where, rounds)
+    finish.launch(number, tensors, *where, rounds)
 
 
 def peeling(plan: Plan, scratch: torch.Tensor) -> torch.Tensor:
@@ -440,8 +819,9 @@ def measure(spec: Lhc, dtype: DType, x: torch.Tensor) -> torch.Tensor:
     blocks = -(-n // BLOCK)
     index = torch.empty(blocks * BLOCK // 8, dtype=torch.uint8, device=x.device)
     if n:
-        numbers = 0, 1, n, n, blocks, tiles_of(blocks), 0, 0, 0
+        numbers = 0, 1, n, n, blocks, tiles_of(blocks), 0, 0, 0, 0
         source = int(OF_ELEMENTS.value)
-        variant = variant_of(_index_kernel, FROM=source, WORK=False, ITEM=dtype.itemsize)
-        variant.launch(tiles_of(blocks), (x, x, index, x), *numbers)
+        values = {"FROM": source, "WORK": False, "ITEM": dtype.itemsize}
+        variant = variant_of(_index_kernel, **values, ALIGNED=x.data_ptr() % 16 == 0)
+        variant.launch(tiles_of(blocks), (x, x, index, x, x), *numbers)
     return index[: -(-n // 8)]
