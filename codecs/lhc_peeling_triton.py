@@ -49,6 +49,16 @@ from .lhc import (
     mapping_of,
     workspace,
 )
+from .lhc_blocks_triton import (
+    any_set,
+    below,
+    block_at,
+    common,
+    inverse,
+    rotated_at,
+    store_block,
+    union,
+)
 
 #: Bits of a bitmap's word, words of a block.
 WORD = tl.constexpr(32)
@@ -72,9 +82,9 @@ FINISH_BLOCKS = 128
 #: Blocks of cells that a program takes at once, and threads for each, which share its list. The
 #: interpreter reduces element by element, which takes it long.
 ALONE_BLOCKS, ALONE_THREADS = (64, 1) if INTERPRETED else (16, 8)
-#: Programs of a launch take several tiles each where there are more tiles: so many run at a time
-#: on 132 multiprocessors, and a round that has nothing to do is over sooner.
-PROGRAMS = 1056
+#: Programs of a launch take several tiles each where there are more tiles: 32 for each of 132
+#: multiprocessors, so that a launch that has nothing to do is over soon.
+PROGRAMS = 4224
 #: Chunks of so many blocks at most are peeled by `_finish_kernel` alone.
 SMALL_BLOCKS = 1024
 
@@ -212,167 +222,15 @@ def _going(state, round_index):
     return (round_index == 0) | (before != 0)
 
 
-@triton.jit
-def _half_block(at, use, PTX: tl.constexpr):
-    """Four words at pointers, multiples of 16 bytes with PTX; 0 if not `use`."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .pred p;
-            setp.ne.u32 p, $5, 0;
-            mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;
-            @p ld.global.v4.u32 {$0, $1, $2, $3}, [$4];
-            }""",
-            "=&r,=&r,=&r,=&r,l,r",
-            (at.to(tl.int64), use.to(tl.int32)),
-            dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        return (
-            tl.load(at, mask=use, other=0),
-            tl.load(at + 1, mask=use, other=0),
-            tl.load(at + 2, mask=use, other=0),
-            tl.load(at + 3, mask=use, other=0),
-        )
-
-
-@triton.jit
-def _block_at(at, use, PTX: tl.constexpr):
-    """The eight words of blocks at pointers."""
-    return _half_block(at, use, PTX) + _half_block(at + 4, use, PTX)
-
-
-@triton.jit
-def _store_half(at, a, b, c, d, use, PTX: tl.constexpr):
-    if PTX:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred p;
-            setp.ne.u32 p, $6, 0;
-            @p st.global.v4.u32 [$1], {$2, $3, $4, $5};
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r,r,r,r,r",
-            (at.to(tl.int64), a, b, c, d, use.to(tl.int32)),
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        tl.store(at, a, mask=use)
-        tl.store(at + 1, b, mask=use)
-        tl.store(at + 2, c, mask=use)
-        tl.store(at + 3, d, mask=use)
-
-
-@triton.jit
-def _store_block(at, words, use, PTX: tl.constexpr):
-    """Store the eight words of blocks at pointers."""
-    _store_half(at, words[0], words[1], words[2], words[3], use, PTX)
-    _store_half(at + 4, words[4], words[5], words[6], words[7], use, PTX)
-
-
-@triton.jit
-def _funnel(low, high, by, PTX: tl.constexpr):
-    """Bits behind bit `by` % 32 of words and those that follow them."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            "shf.r.wrap.b32 $0, $1, $2, $3;",
-            "=r,r,r,r",
-            (low, high, by),
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        shift = (by & 31).to(tl.uint32)
-        return (low >> shift) | ((high << 1) << (31 - shift))
-
-
-@triton.jit
-def _rotated_at(bitmap, block, by, use, PTX: tl.constexpr):
-    """Words of blocks of a bitmap: bit i is bit (i + `by`) % 256 of the block; 0 if not `use`."""
-    by = by.to(tl.int32)
-    # By 128 bits: which half is loaded first.
-    half = (by >> 5) & 4
-    base = bitmap + block * BLOCK_WORDS
-    a, b, c, d = _half_block(base + half, use, PTX)
-    e, f, g, h = _half_block(base + (half ^ 4), use, PTX)
-    # By 64 bits, then 32.
-    two = (by & 64) != 0
-    a, c, e, g = tl.where(two, c, a), tl.where(two, e, c), tl.where(two, g, e), tl.where(two, a, g)
-    b, d, f, h = tl.where(two, d, b), tl.where(two, f, d), tl.where(two, h, f), tl.where(two, b, h)
-    one = (by & 32) != 0
-    w0, w1, w2, w3 = tl.where(one, b, a), tl.where(one, c, b), tl.where(one, d, c), tl.where(one, e, d)
-    w4, w5, w6, w7 = tl.where(one, f, e), tl.where(one, g, f), tl.where(one, h, g), tl.where(one, a, h)
-    return (
-        _funnel(w0, w1, by, PTX),
-        _funnel(w1, w2, by, PTX),
-        _funnel(w2, w3, by, PTX),
-        _funnel(w3, w4, by, PTX),
-        _funnel(w4, w5, by, PTX),
-        _funnel(w5, w6, by, PTX),
-        _funnel(w6, w7, by, PTX),
-        _funnel(w7, w0, by, PTX),
-    )
-
-
-@triton.jit
-def _or(x, y):
-    return (
-        x[0] | y[0],
-        x[1] | y[1],
-        x[2] | y[2],
-        x[3] | y[3],
-        x[4] | y[4],
-        x[5] | y[5],
-        x[6] | y[6],
-        x[7] | y[7],
-    )
-
-
-@triton.jit
-def _and(x, y):
-    return (
-        x[0] & y[0],
-        x[1] & y[1],
-        x[2] & y[2],
-        x[3] & y[3],
-        x[4] & y[4],
-        x[5] & y[5],
-        x[6] & y[6],
-        x[7] & y[7],
-    )
-
-
-@triton.jit
-def _not(x):
-    return ~x[0], ~x[1], ~x[2], ~x[3], ~x[4], ~x[5], ~x[6], ~x[7]
-
-
-@triton.jit
-def _any(x):
-    """Which blocks have a bit."""
-    return (x[0] | x[1] | x[2] | x[3] | x[4] | x[5] | x[6] | x[7]) != 0
-
-
-@triton.jit
-def _below(x, y, behind):
-    """One more bit, higher than those before, of which numbers `x` are below numbers `y`."""
-    return _or(_and(_not(x), y), _and(_or(_not(x), y), behind))
-
-
 # fmt: off
 @triton.jit
-def _joined(a, b, c, d, e, f, g, h, aa, bb, cc, dd, ee, ff, gg, hh,
-            i, j, k, l, m, n, o, p, ii, jj, kk, ll, mm, nn, oo, pp):
+def _joined(a, b, c, d, e, f, g, h, a2, b2, c2, d2, e2, f2, g2, h2,
+            i, j, k, m, n, o, p, q, i2, j2, k2, m2, n2, o2, p2, q2):
     """Of two shares of a list, which cells are in it: once or more, twice or more."""
     return (
-        a | i, b | j, c | k, d | l, e | m, f | n, g | o, h | p,
-        aa | ii | (a & i), bb | jj | (b & j), cc | kk | (c & k), dd | ll | (d & l),
-        ee | mm | (e & m), ff | nn | (f & n), gg | oo | (g & o), hh | pp | (h & p),
+        a | i, b | j, c | k, d | m, e | n, f | o, g | p, h | q,
+        a2 | i2 | (a & i), b2 | j2 | (b & j), c2 | k2 | (c & k), d2 | m2 | (d & m),
+        e2 | n2 | (e & n), f2 | o2 | (f & o), g2 | p2 | (g & p), h2 | q2 | (h & q),
     )
 # fmt: on
 
@@ -412,30 +270,28 @@ def _alone_kernel(
             zero = tl.zeros([BLOCKS, THREADS], tl.uint32)
             once = zero, zero, zero, zero, zero, zero, zero, zero
             twice = zero, zero, zero, zero, zero, zero, zero, zero
-            for _ in tl.range(0, longest, THREADS, loop_unroll_factor=2):
+            for _k in tl.range(0, longest, THREADS, loop_unroll_factor=2):
                 use = at < end
                 entry = tl.load(lists + at, mask=use, other=0)
-                bits = _rotated_at(left, entry >> 11, -(entry >> 1) & (_BLOCK - 1), use, PTX)
-                twice = _or(twice, _and(once, bits))
-                once = _or(once, bits)
+                bits = rotated_at(left, entry >> 11, -(entry >> 1) & (_BLOCK - 1), use, PTX)
+                twice = union(twice, common(once, bits))
+                once = union(once, bits)
                 at += THREADS
             found = tl.reduce(once + twice, 1, _joined)
-            alone = _and(found[:8], _not(found[8:]))
+            alone = common(found[:8], inverse(found[8:]))
             here = block < sketch_blocks
             to = block * BLOCK_WORDS
             if round_index == 0:
-                _store_block(cells + to, alone, here, PTX)
+                store_block(cells + to, alone, here, PTX)
             else:
-                _store_block(cells + to, _or(_block_at(cells + to, here, PTX), alone), here, PTX)
-            others = _not(alone)
+                store_block(cells + to, union(block_at(cells + to, here, PTX), alone), here, PTX)
+            others = inverse(alone)
             for bit in tl.static_range(_NUMBER_BITS):
                 number = numbers + bit * plane + to
                 if round_index == 0:
-                    _store_block(number, others, here, PTX)
+                    store_block(number, others, here, PTX)
                 elif ((round_index >> bit) & 1) == 0:
-                    _store_block(
-                        number, _and(_block_at(number, here, PTX), others), here, PTX
-                    )
+                    store_block(number, common(block_at(number, here, PTX), others), here, PTX)
             start += parts * BLOCKS
 
 
@@ -465,18 +321,18 @@ def _peel_kernel(
         while start < blocks:
             block = start + tl.arange(0, BLOCKS)
             to = block * BLOCK_WORDS
-            stay = _block_at(left + to, block < blocks, PTX)
-            use = _any(stay)
+            stay = block_at(left + to, block < blocks, PTX)
+            use = any_set(stay)
             first = tl.load(table + _HASHES * block, mask=use, other=0)
             second = tl.load(table + _HASHES * block + 1, mask=use, other=0)
             third = tl.load(table + _HASHES * block + 2, mask=use, other=0)
-            alone = _rotated_at(cells, first >> 9, (first >> 1) & (_BLOCK - 1), use, PTX)
-            more = _rotated_at(cells, second >> 9, (second >> 1) & (_BLOCK - 1), use, PTX)
-            alone = _or(alone, more)
-            more = _rotated_at(cells, third >> 9, (third >> 1) & (_BLOCK - 1), use, PTX)
-            alone = _or(alone, more)
-            changed = _any(_and(stay, alone))
-            _store_block(left + to, _and(stay, _not(alone)), changed, PTX)
+            alone = rotated_at(cells, first >> 9, (first >> 1) & (_BLOCK - 1), use, PTX)
+            more = rotated_at(cells, second >> 9, (second >> 1) & (_BLOCK - 1), use, PTX)
+            alone = union(alone, more)
+            more = rotated_at(cells, third >> 9, (third >> 1) & (_BLOCK - 1), use, PTX)
+            alone = union(alone, more)
+            changed = any_set(common(stay, alone))
+            store_block(left + to, common(stay, inverse(alone)), changed, PTX)
             peels |= changed.to(tl.int32)
             start += parts * BLOCKS
         if tl.max(peels, 0) != 0:
@@ -496,7 +352,7 @@ def _own_kernel(
     PTX: tl.constexpr,
     member=None,
 ):
-    """Planes `a` and `b` of some blocks: the first cell of a peeled element that was alone earliest.
+    """Planes `a` and `b` of some blocks: of peeled elements the first cell that was alone earliest.
 
     A cell that was alone later, or never, has a higher number.
     """
@@ -507,26 +363,26 @@ def _own_kernel(
     block = tile * BLOCKS + tl.arange(0, BLOCKS)
     here = block < blocks
     to = block * BLOCK_WORDS
-    peeled = _and(_block_at(a + to, here, PTX), _not(_block_at(left + to, here, PTX)))
-    use = _any(peeled)
+    peeled = common(block_at(a + to, here, PTX), inverse(block_at(left + to, here, PTX)))
+    use = any_set(peeled)
     first = tl.load(table + _HASHES * block, mask=use, other=0)
     second = tl.load(table + _HASHES * block + 1, mask=use, other=0)
     third = tl.load(table + _HASHES * block + 2, mask=use, other=0)
     zero = tl.zeros([BLOCKS], tl.uint32)
     none = zero, zero, zero, zero, zero, zero, zero, zero
     second_first, third_first, third_second = none, none, none
-    for _ in tl.static_range(_NUMBER_BITS):
-        x = _rotated_at(number, first >> 9, (first >> 1) & (_BLOCK - 1), use, PTX)
-        y = _rotated_at(number, second >> 9, (second >> 1) & (_BLOCK - 1), use, PTX)
-        z = _rotated_at(number, third >> 9, (third >> 1) & (_BLOCK - 1), use, PTX)
-        second_first = _below(y, x, second_first)
-        third_first = _below(z, x, third_first)
-        third_second = _below(z, y, third_second)
+    for _bit in tl.static_range(_NUMBER_BITS):
+        x = rotated_at(number, first >> 9, (first >> 1) & (_BLOCK - 1), use, PTX)
+        y = rotated_at(number, second >> 9, (second >> 1) & (_BLOCK - 1), use, PTX)
+        z = rotated_at(number, third >> 9, (third >> 1) & (_BLOCK - 1), use, PTX)
+        second_first = below(y, x, second_first)
+        third_first = below(z, x, third_first)
+        third_second = below(z, y, third_second)
         number += plane
-    by_0 = _and(peeled, _not(_or(second_first, third_first)))
-    by_1 = _and(peeled, _and(second_first, _not(third_second)))
-    _store_block(a + to, _or(by_0, by_1), here, PTX)
-    _store_block(b + to, _and(peeled, _not(by_1)), here, PTX)
+    by_0 = common(peeled, inverse(union(second_first, third_first)))
+    by_1 = common(peeled, common(second_first, inverse(third_second)))
+    store_block(a + to, union(by_0, by_1), here, PTX)
+    store_block(b + to, common(peeled, inverse(by_1)), here, PTX)
 
 
 @kernel
@@ -652,18 +508,19 @@ def _index_of_some(x_ptr, first, word, n, ITEM: tl.constexpr):
 
 @triton.jit
 def _index_of_whole(x_ptr, first, tile, ITEM: tl.constexpr):
+    # The compiler sees that addresses are multiples of 16 bytes; a hint on `first` is lost here.
     x = x_ptr.to(tl.pointer_type(tl.uint32))
     row = tl.arange(0, WORDS)[:, None]
     if ITEM == 2:
         # Two elements in a word: bit 15 of each is set if it is not zero.
         column = tl.arange(0, WORD // 2)[None, :]
-        words = x + tl.multiple_of(first // 2, 8) + tile * (WORDS * WORD // 2)
+        words = x + first // 8 * 4 + tile * (WORDS * WORD // 2)
         v = tl.load(words + (row * (WORD // 2) + column)) & 0x7FFF7FFF
-        v = (v + 0x7FFF7FFF) >> 15
+        v = ((v + 0x7FFF7FFF) >> 15) & 0x00010001
         placed = ((v | (v >> 15)) & 3) << (2 * column).to(tl.uint32)
     else:
         column = tl.arange(0, WORD)[None, :]
-        words = x + tl.multiple_of(first, 16) + tile * (WORDS * WORD)
+        words = x + first // 4 * 4 + tile * (WORDS * WORD)
         v = tl.load(words + (row * WORD + column))
         placed = not_zero(v, ITEM).to(tl.uint32) << column.to(tl.uint32)
     return tl.sum(placed.to(tl.int32, bitcast=True), 1).to(tl.uint32, bitcast=True)

@@ -166,7 +166,7 @@ def _scatter_kernel(
     places = place_0, place_1, place_2
     static_ptr = out_ptr + (static_at + chunk * static_stride) * 128
     most = tl.max(bits_set(todo).to(tl.int32), 0)
-    for _ in range(0, most, 2):
+    for _k in range(0, most, 2):
         use = todo != 0
         v, cell, rest = _next_own(x, todo, places, in_a, in_b, word, ITEM, PTX)
         use_2 = rest != 0
