@@ -81,10 +81,11 @@ ROUND_BLOCKS = 64
 FINISH_BLOCKS = 128
 #: Blocks of cells that a program takes at once, and threads for each, which share its list. The
 #: interpreter reduces element by element, which takes it long.
-ALONE_BLOCKS, ALONE_THREADS = (64, 1) if INTERPRETED else (16, 8)
-#: Programs of a launch take several tiles each where there are more tiles: 32 for each of 132
-#: multiprocessors, so that a launch that has nothing to do is over soon.
-PROGRAMS = 4224
+ALONE = {"BLOCKS": 64, "THREADS": 1} if INTERPRETED else {"BLOCKS": 16, "THREADS": 8}
+#: Programs of a launch that mostly has nothing to do: 8 for each of 132 multiprocessors.
+PROGRAMS = 1056
+#: Up to so many blocks entries of rounds have 4 bytes.
+_SHORT_BLOCKS = 1 << 23
 #: Chunks of so many blocks at most are peeled by `_finish_kernel` alone.
 SMALL_BLOCKS = 1024
 
@@ -93,7 +94,8 @@ SMALL_BLOCKS = 1024
 # `_own_kernel` has run, `a` has the index.
 # The table has for each block of elements and hash `block of cells << 9 | offset << 1 | sign`, then
 # where the list of each block of cells starts and the last ends, then those lists:
-# `block of elements << 11 | hash << 9 | offset << 1 | sign`.
+# `block of elements << 11 | hash << 9 | offset << 1 | sign`. The rounds need neither hash nor sign,
+# and read every entry twice a round: theirs are `block << 8 | offset`, of 4 bytes where they fit.
 
 
 @triton.jit
@@ -222,6 +224,21 @@ def _going(state, round_index):
     return (round_index == 0) | (before != 0)
 
 
+@triton.jit
+def _entries_at(entries_ptr, ENTRY: tl.constexpr):
+    """A pointer to entries of ENTRY bytes: see `_tables`."""
+    return entries_ptr.to(tl.pointer_type(tl.int32 if ENTRY == 4 else tl.int64))
+
+
+@triton.jit
+def _entries_of(entries_ptr, block, here, ENTRY: tl.constexpr):
+    """The entries of blocks of elements, by hash."""
+    at = _entries_at(entries_ptr, ENTRY) + _HASHES * block
+    first = tl.load(at, mask=here, other=0)
+    second = tl.load(at + 1, mask=here, other=0)
+    return first, second, tl.load(at + 2, mask=here, other=0)
+
+
 # fmt: off
 @triton.jit
 def _joined(a, b, c, d, e, f, g, h, a2, b2, c2, d2, e2, f2, g2, h2,
@@ -237,17 +254,18 @@ def _joined(a, b, c, d, e, f, g, h, a2, b2, c2, d2, e2, f2, g2, h2,
 
 @kernel
 def _alone_kernel(
-    table_ptr,
+    entries_ptr,
     work_ptr,
     state_ptr,
     first_chunk: tl.int64,
     chunks: tl.int64,
     blocks: tl.int64,
     sketch_blocks: tl.int64,
-    parts: tl.int64,
+    tiles: tl.int64,
     round_index: tl.int32,
     BLOCKS: tl.constexpr,
     THREADS: tl.constexpr,
+    ENTRY: tl.constexpr,
     PTX: tl.constexpr,
     member=None,
 ):
@@ -255,93 +273,81 @@ def _alone_kernel(
 
     Numbers of rounds begin as all ones.
     """
-    chunk, part = program_of(member, first_chunk, parts)
+    chunk, tile = program_of(member, first_chunk, tiles)
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    # Under way while the state is.
+    lists, at, end = list_at(_entries_at(entries_ptr, ENTRY), block, blocks, sketch_blocks)
     if _going(state_at(state_ptr, chunk), round_index):
         left, _, _, cells = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
         numbers, plane = _numbers_of(cells, chunks, sketch_blocks)
-        table = table_ptr.to(tl.pointer_type(tl.int64))
-        start = part * BLOCKS
-        while start < sketch_blocks:
-            block = start + tl.arange(0, BLOCKS)
-            lists, at, end = list_at(table, block, blocks, sketch_blocks)
-            longest = tl.max(end - at, 0).to(tl.int32)
-            share = tl.arange(0, THREADS)[None, :]
-            at, end = at[:, None] + share, end[:, None]
-            zero = tl.zeros([BLOCKS, THREADS], tl.uint32)
-            once = zero, zero, zero, zero, zero, zero, zero, zero
-            twice = zero, zero, zero, zero, zero, zero, zero, zero
-            for _k in tl.range(0, longest, THREADS, loop_unroll_factor=2):
-                use = at < end
-                entry = tl.load(lists + at, mask=use, other=0)
-                bits = rotated_at(left, entry >> 11, -(entry >> 1) & (_BLOCK - 1), use, PTX)
-                twice = union(twice, common(once, bits))
-                once = union(once, bits)
-                at += THREADS
-            found = tl.reduce(once + twice, 1, _joined)
-            alone = common(found[:8], inverse(found[8:]))
-            here = block < sketch_blocks
-            to = block * BLOCK_WORDS
+        longest = tl.max(end - at, 0).to(tl.int32)
+        at, end = at[:, None] + tl.arange(0, THREADS)[None, :], end[:, None]
+        zero = tl.zeros([BLOCKS, THREADS], tl.uint32)
+        once = zero, zero, zero, zero, zero, zero, zero, zero
+        twice = zero, zero, zero, zero, zero, zero, zero, zero
+        for _k in tl.range(0, longest, THREADS, loop_unroll_factor=2):
+            use = at < end
+            entry = tl.load(lists + at, mask=use, other=0)
+            bits = rotated_at(left, entry >> 8, -entry & (_BLOCK - 1), use, PTX)
+            twice = union(twice, common(once, bits))
+            once = union(once, bits)
+            at += THREADS
+        found = tl.reduce(once + twice, 1, _joined)
+        alone = common(found[:8], inverse(found[8:]))
+        here = block < sketch_blocks
+        to = block * BLOCK_WORDS
+        if round_index == 0:
+            store_block(cells + to, alone, here, PTX)
+        else:
+            store_block(cells + to, union(block_at(cells + to, here, PTX), alone), here, PTX)
+        others = inverse(alone)
+        for bit in tl.static_range(_NUMBER_BITS):
+            number = numbers + bit * plane + to
             if round_index == 0:
-                store_block(cells + to, alone, here, PTX)
-            else:
-                store_block(cells + to, union(block_at(cells + to, here, PTX), alone), here, PTX)
-            others = inverse(alone)
-            for bit in tl.static_range(_NUMBER_BITS):
-                number = numbers + bit * plane + to
-                if round_index == 0:
-                    store_block(number, others, here, PTX)
-                elif ((round_index >> bit) & 1) == 0:
-                    store_block(number, common(block_at(number, here, PTX), others), here, PTX)
-            start += parts * BLOCKS
+                store_block(number, others, here, PTX)
+            elif ((round_index >> bit) & 1) == 0:
+                store_block(number, common(block_at(number, here, PTX), others), here, PTX)
 
 
 @kernel
 def _peel_kernel(
-    table_ptr,
+    entries_ptr,
     work_ptr,
     state_ptr,
     first_chunk: tl.int64,
     chunks: tl.int64,
     blocks: tl.int64,
     sketch_blocks: tl.int64,
-    parts: tl.int64,
+    tiles: tl.int64,
     round_index: tl.int32,
     BLOCKS: tl.constexpr,
+    ENTRY: tl.constexpr,
     PTX: tl.constexpr,
     member=None,
 ):
     """The second half: peel elements that have a cell alone, and say in the state if some had."""
-    chunk, part = program_of(member, first_chunk, parts)
+    chunk, tile = program_of(member, first_chunk, tiles)
     state = state_at(state_ptr, chunk)
     if _going(state, round_index):
         left, _, _, cells = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
-        table = table_ptr.to(tl.pointer_type(tl.int64))
-        peels = tl.zeros([BLOCKS], tl.int32)
-        start = part * BLOCKS
-        while start < blocks:
-            block = start + tl.arange(0, BLOCKS)
-            to = block * BLOCK_WORDS
-            stay = block_at(left + to, block < blocks, PTX)
-            use = any_set(stay)
-            first = tl.load(table + _HASHES * block, mask=use, other=0)
-            second = tl.load(table + _HASHES * block + 1, mask=use, other=0)
-            third = tl.load(table + _HASHES * block + 2, mask=use, other=0)
-            alone = rotated_at(cells, first >> 9, (first >> 1) & (_BLOCK - 1), use, PTX)
-            more = rotated_at(cells, second >> 9, (second >> 1) & (_BLOCK - 1), use, PTX)
-            alone = union(alone, more)
-            more = rotated_at(cells, third >> 9, (third >> 1) & (_BLOCK - 1), use, PTX)
-            alone = union(alone, more)
-            changed = any_set(common(stay, alone))
-            store_block(left + to, common(stay, inverse(alone)), changed, PTX)
-            peels |= changed.to(tl.int32)
-            start += parts * BLOCKS
-        if tl.max(peels, 0) != 0:
+        block = tile * BLOCKS + tl.arange(0, BLOCKS)
+        here = block < blocks
+        to = block * BLOCK_WORDS
+        first, second, third = _entries_of(entries_ptr, block, here, ENTRY)
+        stay = block_at(left + to, here, PTX)
+        use = any_set(stay)
+        alone = rotated_at(cells, first >> 8, first & (_BLOCK - 1), use, PTX)
+        alone = union(alone, rotated_at(cells, second >> 8, second & (_BLOCK - 1), use, PTX))
+        alone = union(alone, rotated_at(cells, third >> 8, third & (_BLOCK - 1), use, PTX))
+        peels = any_set(common(stay, alone))
+        store_block(left + to, common(stay, inverse(alone)), peels, PTX)
+        if tl.max(peels.to(tl.int32), 0) != 0:
             tl.store(state + round_index, 1)
 
 
 @kernel
 def _own_kernel(
-    table_ptr,
+    entries_ptr,
     work_ptr,
     first_chunk: tl.int64,
     chunks: tl.int64,
@@ -349,6 +355,7 @@ def _own_kernel(
     sketch_blocks: tl.int64,
     tiles: tl.int64,
     BLOCKS: tl.constexpr,
+    ENTRY: tl.constexpr,
     PTX: tl.constexpr,
     member=None,
 ):
@@ -359,22 +366,19 @@ def _own_kernel(
     chunk, tile = program_of(member, first_chunk, tiles)
     left, a, b, cells = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
     number, plane = _numbers_of(cells, chunks, sketch_blocks)
-    table = table_ptr.to(tl.pointer_type(tl.int64))
     block = tile * BLOCKS + tl.arange(0, BLOCKS)
     here = block < blocks
     to = block * BLOCK_WORDS
     peeled = common(block_at(a + to, here, PTX), inverse(block_at(left + to, here, PTX)))
     use = any_set(peeled)
-    first = tl.load(table + _HASHES * block, mask=use, other=0)
-    second = tl.load(table + _HASHES * block + 1, mask=use, other=0)
-    third = tl.load(table + _HASHES * block + 2, mask=use, other=0)
+    first, second, third = _entries_of(entries_ptr, block, here, ENTRY)
     zero = tl.zeros([BLOCKS], tl.uint32)
     none = zero, zero, zero, zero, zero, zero, zero, zero
     second_first, third_first, third_second = none, none, none
     for _bit in tl.static_range(_NUMBER_BITS):
-        x = rotated_at(number, first >> 9, (first >> 1) & (_BLOCK - 1), use, PTX)
-        y = rotated_at(number, second >> 9, (second >> 1) & (_BLOCK - 1), use, PTX)
-        z = rotated_at(number, third >> 9, (third >> 1) & (_BLOCK - 1), use, PTX)
+        x = rotated_at(number, first >> 8, first & (_BLOCK - 1), use, PTX)
+        y = rotated_at(number, second >> 8, second & (_BLOCK - 1), use, PTX)
+        z = rotated_at(number, third >> 8, third & (_BLOCK - 1), use, PTX)
         second_first = below(y, x, second_first)
         third_first = below(z, x, third_first)
         third_second = below(z, y, third_second)
@@ -586,19 +590,29 @@ def _index_kernel(
 
 
 @functools.lru_cache(maxsize=64)
-def _table(mapping: str, blocks: int, sketch_blocks: int, device: torch.device) -> torch.Tensor:
-    """What meets in which cell (see above), int64, on `device`; about 48 bytes a block.
+def _tables(
+    mapping: str, blocks: int, sketch_blocks: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What meets in which cell (see above), int64, on `device`; about 48 bytes a block. And the
+    same for rounds, in half of that.
 
     Made once: the first use of a shape on a device may not be in a captured graph.
     """
     m = mapping_of(Lhc(mapping=mapping), blocks * BLOCK, sketch_blocks * BLOCK // LANES)
     low = m.offsets << 1 | m.signs.astype(np.int64) >> 31
-    lists = (np.arange(blocks)[:, None] << 11) + (np.arange(HASHES) << 9) + low
+    number = np.arange(blocks)[:, None]
     order = np.argsort(m.blocks.reshape(-1), kind="stable")
     ends = np.cumsum(np.bincount(m.blocks.reshape(-1), minlength=sketch_blocks))
-    parts = (m.blocks << 9 | low).reshape(-1), [0], ends, lists.reshape(-1)[order]
+
+    def joined(entries, listed, kind) -> torch.Tensor:
+        parts = entries.reshape(-1), [0], ends, listed.reshape(-1)[order]
+        return torch.from_numpy(np.concatenate(parts).astype(kind)).to(device)
+
+    lists = (number << 11) + (np.arange(HASHES) << 9) + low
+    kind = np.int32 if blocks <= _SHORT_BLOCKS else np.int64
     with torch.inference_mode(False):
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+        table = joined(m.blocks << 9 | low, lists, np.int64)
+        return table, joined(m.blocks << 8 | m.offsets, number << 8 | m.offsets, kind)
 
 
 class Shape(Launches):
@@ -615,8 +629,12 @@ class Shape(Launches):
         self.parts = workspace(self.spec, plan.chunk_nelem, plan.chunks)
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """See `_table`."""
-        return _table(self.spec.mapping, self.blocks, self.sketch_blocks, device)
+        """See `_tables`."""
+        return _tables(self.spec.mapping, *self.both, device)[0]
+
+    def entries(self, device: torch.device) -> torch.Tensor:
+        """See `_tables`: what rounds take."""
+        return _tables(self.spec.mapping, *self.both, device)[1]
 
 
 def tiles_of(blocks: int) -> int:
@@ -641,17 +659,17 @@ def peel_chunks(plan: Plan, table, planes, state, first: int, end: int) -> None:
     tensors, where = (table, planes, state), (first, plan.chunks, *g.both)
     rounds = 0 if g.blocks <= SMALL_BLOCKS else ROUNDS
     if rounds:
-        wide = PTX and planes.data_ptr() % 16 == 0
-        own = variant_of(_own_kernel, BLOCKS=PEEL_BLOCKS, PTX=wide)
-        peel = variant_of(_peel_kernel, BLOCKS=PEEL_BLOCKS, PTX=wide)
-        alone = variant_of(_alone_kernel, BLOCKS=ALONE_BLOCKS, THREADS=ALONE_THREADS, PTX=wide)
-        alone_parts = min(-(-g.sketch_blocks // ALONE_BLOCKS), PROGRAMS)
-        tiles = -(-g.blocks // PEEL_BLOCKS)
-        peel_parts = min(tiles, PROGRAMS)
+        entries = g.entries(planes.device)
+        known = {"ENTRY": entries.itemsize, "PTX": PTX and planes.data_ptr() % 16 == 0}
+        halves = (
+            (variant_of(_alone_kernel, **ALONE, **known), -(-g.sketch_blocks // ALONE["BLOCKS"])),
+            (variant_of(_peel_kernel, BLOCKS=PEEL_BLOCKS, **known), -(-g.blocks // PEEL_BLOCKS)),
+        )
         for round_index in range(rounds):
-            alone.launch(number * alone_parts, tensors, *where, alone_parts, round_index)
-            peel.launch(number * peel_parts, tensors, *where, peel_parts, round_index)
-        own.launch(number * tiles, tensors[:2], *where, tiles)
+            for half, tiles in halves:
+                half.launch(number * tiles, (entries, *tensors[1:]), *where, tiles, round_index)
+        own, tiles = variant_of(_own_kernel, BLOCKS=PEEL_BLOCKS, **known), halves[1][1]
+        own.launch(number * tiles, (entries, planes), *where, tiles)
     finish = variant_of(_finish_kernel, 8, BLOCKS=FINISH_BLOCKS)
     finish.launch(number, tensors, *where, rounds)
 
