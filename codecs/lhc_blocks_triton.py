@@ -97,12 +97,22 @@ def _funnel(low, high, by, PTX: tl.constexpr):
 @triton.jit
 def rotated_at(bitmap, block, by, use, PTX: tl.constexpr):
     """Words of blocks of a bitmap: bit i is bit (i + `by`) % 256 of the block; 0 if not `use`."""
+    return rotate(loaded_at(bitmap, block, by, use, PTX), by, PTX)
+
+
+@triton.jit
+def loaded_at(bitmap, block, by, use, PTX: tl.constexpr):
+    """What `rotate` takes: words, those of the other half first if they are rotated by that."""
+    half = ((by >> 5) & 4).to(tl.int32)
+    at = bitmap + block * _BLOCK_WORDS
+    return _half_block(at + half, use, PTX) + _half_block(at + (half ^ 4), use, PTX)
+
+
+@triton.jit
+def rotate(words, by, PTX: tl.constexpr):
+    """See `rotated_at`. By itself, so that several loads are under way before the first is used."""
     by = by.to(tl.int32)
-    # By 128 bits: which half is loaded first.
-    half = (by >> 5) & 4
-    base = bitmap + block * _BLOCK_WORDS
-    a, b, c, d = _half_block(base + half, use, PTX)
-    e, f, g, h = _half_block(base + (half ^ 4), use, PTX)
+    a, b, c, d, e, f, g, h = words
     # By 64 bits, then 32.
     two = (by & 64) != 0
     # fmt: off

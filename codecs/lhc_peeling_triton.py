@@ -55,6 +55,8 @@ from .lhc_blocks_triton import (
     block_at,
     common,
     inverse,
+    loaded_at,
+    rotate,
     rotated_at,
     store_block,
     union,
@@ -281,17 +283,21 @@ def _alone_kernel(
         left, _, _, cells = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
         numbers, plane = _numbers_of(cells, chunks, sketch_blocks)
         longest = tl.max(end - at, 0).to(tl.int32)
-        at, end = at[:, None] + tl.arange(0, THREADS)[None, :], end[:, None]
+        entry_ptr = lists + (at[:, None] + tl.arange(0, THREADS)[None, :])
+        number_left = (end - at)[:, None] - tl.arange(0, THREADS)[None, :]
         zero = tl.zeros([BLOCKS, THREADS], tl.uint32)
         once = zero, zero, zero, zero, zero, zero, zero, zero
         twice = zero, zero, zero, zero, zero, zero, zero, zero
-        for _k in tl.range(0, longest, THREADS, loop_unroll_factor=2):
-            use = at < end
-            entry = tl.load(lists + at, mask=use, other=0)
-            bits = rotated_at(left, entry >> 8, -entry & (_BLOCK - 1), use, PTX)
-            twice = union(twice, common(once, bits))
-            once = union(once, bits)
-            at += THREADS
+        for k in range(0, longest, 2 * THREADS):
+            use, use_2 = k < number_left, k + THREADS < number_left
+            entry = tl.load(entry_ptr + k, mask=use, other=0)
+            entry_2 = tl.load(entry_ptr + k + THREADS, mask=use_2, other=0)
+            by, by_2 = -entry & (_BLOCK - 1), -entry_2 & (_BLOCK - 1)
+            x = loaded_at(left, entry >> 8, by, use, PTX)
+            y = loaded_at(left, entry_2 >> 8, by_2, use_2, PTX)
+            x, y = rotate(x, by, PTX), rotate(y, by_2, PTX)
+            twice = union(twice, union(common(once, x), common(union(once, x), y)))
+            once = union(once, union(x, y))
         found = tl.reduce(once + twice, 1, _joined)
         alone = common(found[:8], inverse(found[8:]))
         here = block < sketch_blocks
@@ -336,9 +342,12 @@ def _peel_kernel(
         first, second, third = _entries_of(entries_ptr, block, here, ENTRY)
         stay = block_at(left + to, here, PTX)
         use = any_set(stay)
-        alone = rotated_at(cells, first >> 8, first & (_BLOCK - 1), use, PTX)
-        alone = union(alone, rotated_at(cells, second >> 8, second & (_BLOCK - 1), use, PTX))
-        alone = union(alone, rotated_at(cells, third >> 8, third & (_BLOCK - 1), use, PTX))
+        x = loaded_at(cells, first >> 8, first & (_BLOCK - 1), use, PTX)
+        y = loaded_at(cells, second >> 8, second & (_BLOCK - 1), use, PTX)
+        z = loaded_at(cells, third >> 8, third & (_BLOCK - 1), use, PTX)
+        alone = rotate(x, first & (_BLOCK - 1), PTX)
+        alone = union(alone, rotate(y, second & (_BLOCK - 1), PTX))
+        alone = union(alone, rotate(z, third & (_BLOCK - 1), PTX))
         peels = any_set(common(stay, alone))
         store_block(left + to, common(stay, inverse(alone)), peels, PTX)
         if tl.max(peels.to(tl.int32), 0) != 0:
