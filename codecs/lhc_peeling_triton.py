@@ -241,17 +241,17 @@ def _entries_of(entries_ptr, block, here, ENTRY: tl.constexpr):
     return first, second, tl.load(at + 2, mask=here, other=0)
 
 
-# fmt: off
 @triton.jit
-def _joined(a, b, c, d, e, f, g, h, a2, b2, c2, d2, e2, f2, g2, h2,
-            i, j, k, m, n, o, p, q, i2, j2, k2, m2, n2, o2, p2, q2):
+def _joined(once, twice, once_2, twice_2):
     """Of two shares of a list, which cells are in it: once or more, twice or more."""
-    return (
-        a | i, b | j, c | k, d | m, e | n, f | o, g | p, h | q,
-        a2 | i2 | (a & i), b2 | j2 | (b & j), c2 | k2 | (c & k), d2 | m2 | (d & m),
-        e2 | n2 | (e & n), f2 | o2 | (f & o), g2 | p2 | (g & p), h2 | q2 | (h & q),
-    )
-# fmt: on
+    return once | once_2, twice | twice_2 | (once & once_2)
+
+
+@triton.jit
+def _alone_in(once, twice):
+    """Which cells of a word are just once in all shares of the list."""
+    found, more = tl.reduce((once, twice), 1, _joined)
+    return found & ~more
 
 
 @kernel
@@ -298,8 +298,16 @@ def _alone_kernel(
             x, y = rotate(x, by, PTX), rotate(y, by_2, PTX)
             twice = union(twice, union(common(once, x), common(union(once, x), y)))
             once = union(once, union(x, y))
-        found = tl.reduce(once + twice, 1, _joined)
-        alone = common(found[:8], inverse(found[8:]))
+        alone = (
+            _alone_in(once[0], twice[0]),
+            _alone_in(once[1], twice[1]),
+            _alone_in(once[2], twice[2]),
+            _alone_in(once[3], twice[3]),
+            _alone_in(once[4], twice[4]),
+            _alone_in(once[5], twice[5]),
+            _alone_in(once[6], twice[6]),
+            _alone_in(once[7], twice[7]),
+        )
         here = block < sketch_blocks
         to = block * BLOCK_WORDS
         if round_index == 0:
