@@ -52,6 +52,8 @@ ROUNDS = 24
 LEFT = ROUNDS
 FINISHED = LEFT + 1
 STATE = 32
+#: Bits of the number of a round, below ROUNDS, or of one that is above them all.
+NUMBER_BITS = 5
 #: The parameter bytes hold the ratio in steps of this.
 RATIO_STEPS = 1000
 MAX_RATIO = 1000
@@ -152,9 +154,10 @@ SPEC = Lhc
 def workspace(spec: Lhc, nelem: int, chunks: int) -> tuple[int, ...]:
     """Bytes of the parts of the GPU backend's workspace, for `chunks` chunks of `nelem` elements.
 
-    A sum per chunk; STATE words of state; three bits an element and one a bucket, of whole rows.
+    A sum per chunk; STATE words of state; of whole rows three bits an element, and a bucket's bit
+    and number.
     """
-    rows = 3 * -(-nelem // LANES) + spec.rows(nelem)
+    rows = 3 * -(-nelem // LANES) + (1 + NUMBER_BITS) * spec.rows(nelem)
     return align(8 * chunks), align(8 * STATE * chunks), rows * LANES // 8 * chunks
 
 

@@ -5,10 +5,17 @@
 Which elements meet in a cell follows from the shape alone, so a table lists for each block of the
 sketch the blocks of elements in it, in the order in which the page adds them up: cells gather. A
 word holds the bits of 32 elements, and a block of elements reaches a block of cells by rotating its
-256 bits, the bytes of one sector. A round is two launches of `_round_kernel` over bitmaps:
+256 bits, the bytes of one sector. A round is two launches over bitmaps:
 
-1. Of each block of cells, which have just one element left: two bits that saturate.
-2. Of each block of elements, which have such a cell, and the first of their three.
+1. `_alone_kernel`, of each block of cells: which have just one element left, by two bits that
+   saturate. A cell is alone in one round at most, as its element is peeled in it. So the bitmap
+   `cells` grows, and five others have the number of the round, bit by bit.
+2. `_peel_kernel`, of each block of elements: those that have a cell in `cells` are left no more.
+
+Who is peeled in a round is not written down in it, as that would move more bytes than the round:
+an element's own cell is the first of its three that were alone earliest, which `_own_kernel` finds
+once, behind the last round. In these kernels a thread has a whole block in eight words: rotating
+them there takes a sixth of the instructions of rotating them by loads of words.
 
 Rounds beyond the last launch, and all rounds of small chunks, are made by `_finish_kernel`, one
 program for each chunk. A round whose predecessor peeled nothing returns at once. So nothing waits
@@ -26,11 +33,34 @@ import triton.language as tl
 
 from ..formats.dtypes import DType
 from .common.base import Plan
-from .common.fill_triton import zero
-from .common.launch_triton import kernel, program
-from .common.minifloat_triton import elements_at
+from .common.launch_triton import INTERPRETED, PTX, kernel, program
+from .common.minifloat_triton import aligned_for, elements_at
 from .common.plans_triton import Launches, variant_of
-from .lhc import BLOCK, FINISHED, HASHES, LANES, LEFT, ROUNDS, STATE, Lhc, mapping_of, workspace
+from .lhc import (
+    BLOCK,
+    FINISHED,
+    HASHES,
+    LANES,
+    LEFT,
+    NUMBER_BITS,
+    ROUNDS,
+    STATE,
+    Lhc,
+    mapping_of,
+    workspace,
+)
+from .lhc_blocks_triton import (
+    any_set,
+    below,
+    block_at,
+    common,
+    inverse,
+    loaded_at,
+    rotate,
+    rotated_at,
+    store_block,
+    union,
+)
 
 #: Bits of a bitmap's word, words of a block.
 WORD = tl.constexpr(32)
@@ -44,17 +74,30 @@ _COUNTED = tl.constexpr(2048)
 #: Where `_index_kernel` takes the index from.
 OF_ELEMENTS, OF_STATS, OF_BUFFER = (tl.constexpr(i) for i in range(3))
 
-#: Rows that a program takes in a round, and in `_finish_kernel` at once.
+_NUMBER_BITS = tl.constexpr(NUMBER_BITS)
+
+#: Blocks that a program takes at once: of elements, a block a thread; in `_used_kernel`; in
+#: `_finish_kernel`.
+PEEL_BLOCKS = 128
 ROUND_BLOCKS = 64
 FINISH_BLOCKS = 128
+#: Blocks of cells that a program takes at once, and threads for each, which share its list. The
+#: interpreter reduces element by element, which takes it long.
+ALONE = {"BLOCKS": 64, "THREADS": 1} if INTERPRETED else {"BLOCKS": 16, "THREADS": 8}
+#: Programs of a launch that mostly has nothing to do: 8 for each of 132 multiprocessors.
+PROGRAMS = 1056
+#: Up to so many blocks entries of rounds have 4 bytes.
+_SHORT_BLOCKS = 1 << 23
 #: Chunks of so many blocks at most are peeled by `_finish_kernel` alone.
 SMALL_BLOCKS = 1024
 
 # Of an element two bits say what became of it, in planes `a` and `b`: own cell by hash 0 (both), 1
-# (a), 2 (b), or none. It is `left` until then; those that stay left are estimated.
+# (a), 2 (b), or none. It is `left` until then; those that stay left are estimated. Until
+# `_own_kernel` has run, `a` has the index.
 # The table has for each block of elements and hash `block of cells << 9 | offset << 1 | sign`, then
 # where the list of each block of cells starts and the last ends, then those lists:
-# `block of elements << 11 | hash << 9 | offset << 1 | sign`.
+# `block of elements << 11 | hash << 9 | offset << 1 | sign`. The rounds need neither hash nor sign,
+# and read every entry twice a round: theirs are `block << 8 | offset`, of 4 bytes where they fit.
 
 
 @triton.jit
@@ -79,6 +122,15 @@ def planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks):
     plane = chunks * blocks * BLOCK_WORDS
     cells = words + 3 * plane + chunk * sketch_blocks * BLOCK_WORDS
     return left, left + plane, left + 2 * plane, cells
+
+
+@triton.jit
+def _numbers_of(cells, chunks, sketch_blocks):
+    """The first bitmap of round numbers of a chunk whose cells have bitmap `cells`, and how far
+    apart they are.
+    """
+    plane = chunks * sketch_blocks * BLOCK_WORDS
+    return cells + plane, plane
 
 
 @triton.jit
@@ -174,9 +226,37 @@ def _going(state, round_index):
     return (round_index == 0) | (before != 0)
 
 
+@triton.jit
+def _entries_at(entries_ptr, ENTRY: tl.constexpr):
+    """A pointer to entries of ENTRY bytes: see `_tables`."""
+    return entries_ptr.to(tl.pointer_type(tl.int32 if ENTRY == 4 else tl.int64))
+
+
+@triton.jit
+def _entries_of(entries_ptr, block, here, ENTRY: tl.constexpr):
+    """The entries of blocks of elements, by hash."""
+    at = _entries_at(entries_ptr, ENTRY) + _HASHES * block
+    first = tl.load(at, mask=here, other=0)
+    second = tl.load(at + 1, mask=here, other=0)
+    return first, second, tl.load(at + 2, mask=here, other=0)
+
+
+@triton.jit
+def _joined(once, twice, once_2, twice_2):
+    """Of two shares of a list, which cells are in it: once or more, twice or more."""
+    return once | once_2, twice | twice_2 | (once & once_2)
+
+
+@triton.jit
+def _alone_in(once, twice):
+    """Which cells of a word are just once in all shares of the list."""
+    found, more = tl.reduce((once, twice), 1, _joined)
+    return found & ~more
+
+
 @kernel
-def _round_kernel(
-    table_ptr,
+def _alone_kernel(
+    entries_ptr,
     work_ptr,
     state_ptr,
     first_chunk: tl.int64,
@@ -186,21 +266,144 @@ def _round_kernel(
     tiles: tl.int64,
     round_index: tl.int32,
     BLOCKS: tl.constexpr,
-    PEEL: tl.constexpr,
+    THREADS: tl.constexpr,
+    ENTRY: tl.constexpr,
+    PTX: tl.constexpr,
     member=None,
 ):
-    """Half of a round, for some blocks of a chunk: of cells, or with PEEL of elements."""
+    """The first half of a round: which cells have one element that is left, and the round of those.
+
+    Numbers of rounds begin as all ones.
+    """
     chunk, tile = program_of(member, first_chunk, tiles)
     block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    # Under way while the state is.
+    lists, at, end = list_at(_entries_at(entries_ptr, ENTRY), block, blocks, sketch_blocks)
+    if _going(state_at(state_ptr, chunk), round_index):
+        left, _, _, cells = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
+        numbers, plane = _numbers_of(cells, chunks, sketch_blocks)
+        longest = tl.max(end - at, 0).to(tl.int32)
+        entry_ptr = lists + (at[:, None] + tl.arange(0, THREADS)[None, :])
+        number_left = (end - at)[:, None] - tl.arange(0, THREADS)[None, :]
+        zero = tl.zeros([BLOCKS, THREADS], tl.uint32)
+        once = zero, zero, zero, zero, zero, zero, zero, zero
+        twice = zero, zero, zero, zero, zero, zero, zero, zero
+        for k in range(0, longest, 2 * THREADS):
+            use, use_2 = k < number_left, k + THREADS < number_left
+            entry = tl.load(entry_ptr + k, mask=use, other=0)
+            entry_2 = tl.load(entry_ptr + k + THREADS, mask=use_2, other=0)
+            by, by_2 = -entry & (_BLOCK - 1), -entry_2 & (_BLOCK - 1)
+            x = loaded_at(left, entry >> 8, by, use, PTX)
+            y = loaded_at(left, entry_2 >> 8, by_2, use_2, PTX)
+            x, y = rotate(x, by, PTX), rotate(y, by_2, PTX)
+            twice = union(twice, union(common(once, x), common(union(once, x), y)))
+            once = union(once, union(x, y))
+        alone = (
+            _alone_in(once[0], twice[0]),
+            _alone_in(once[1], twice[1]),
+            _alone_in(once[2], twice[2]),
+            _alone_in(once[3], twice[3]),
+            _alone_in(once[4], twice[4]),
+            _alone_in(once[5], twice[5]),
+            _alone_in(once[6], twice[6]),
+            _alone_in(once[7], twice[7]),
+        )
+        here = block < sketch_blocks
+        to = block * BLOCK_WORDS
+        if round_index == 0:
+            store_block(cells + to, alone, here, PTX)
+        else:
+            store_block(cells + to, union(block_at(cells + to, here, PTX), alone), here, PTX)
+        others = inverse(alone)
+        for bit in tl.static_range(_NUMBER_BITS):
+            number = numbers + bit * plane + to
+            if round_index == 0:
+                store_block(number, others, here, PTX)
+            elif ((round_index >> bit) & 1) == 0:
+                store_block(number, common(block_at(number, here, PTX), others), here, PTX)
+
+
+@kernel
+def _peel_kernel(
+    entries_ptr,
+    work_ptr,
+    state_ptr,
+    first_chunk: tl.int64,
+    chunks: tl.int64,
+    blocks: tl.int64,
+    sketch_blocks: tl.int64,
+    tiles: tl.int64,
+    round_index: tl.int32,
+    BLOCKS: tl.constexpr,
+    ENTRY: tl.constexpr,
+    PTX: tl.constexpr,
+    member=None,
+):
+    """The second half: peel elements that have a cell alone, and say in the state if some had."""
+    chunk, tile = program_of(member, first_chunk, tiles)
     state = state_at(state_ptr, chunk)
     if _going(state, round_index):
-        left, a, b, cells = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
-        table = table_ptr.to(tl.pointer_type(tl.int64))
-        if PEEL:
-            if _peel(table, left, a, b, cells, block, blocks) != 0:
-                tl.store(state + round_index, 1)
-        else:
-            _find_alone(table, left, cells, block, blocks, sketch_blocks, BLOCKS)
+        left, _, _, cells = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
+        block = tile * BLOCKS + tl.arange(0, BLOCKS)
+        here = block < blocks
+        to = block * BLOCK_WORDS
+        first, second, third = _entries_of(entries_ptr, block, here, ENTRY)
+        stay = block_at(left + to, here, PTX)
+        use = any_set(stay)
+        x = loaded_at(cells, first >> 8, first & (_BLOCK - 1), use, PTX)
+        y = loaded_at(cells, second >> 8, second & (_BLOCK - 1), use, PTX)
+        z = loaded_at(cells, third >> 8, third & (_BLOCK - 1), use, PTX)
+        alone = rotate(x, first & (_BLOCK - 1), PTX)
+        alone = union(alone, rotate(y, second & (_BLOCK - 1), PTX))
+        alone = union(alone, rotate(z, third & (_BLOCK - 1), PTX))
+        peels = any_set(common(stay, alone))
+        store_block(left + to, common(stay, inverse(alone)), peels, PTX)
+        if tl.max(peels.to(tl.int32), 0) != 0:
+            tl.store(state + round_index, 1)
+
+
+@kernel
+def _own_kernel(
+    entries_ptr,
+    work_ptr,
+    first_chunk: tl.int64,
+    chunks: tl.int64,
+    blocks: tl.int64,
+    sketch_blocks: tl.int64,
+    tiles: tl.int64,
+    BLOCKS: tl.constexpr,
+    ENTRY: tl.constexpr,
+    PTX: tl.constexpr,
+    member=None,
+):
+    """Planes `a` and `b` of some blocks: of peeled elements the first cell that was alone earliest.
+
+    A cell that was alone later, or never, has a higher number.
+    """
+    chunk, tile = program_of(member, first_chunk, tiles)
+    left, a, b, cells = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
+    number, plane = _numbers_of(cells, chunks, sketch_blocks)
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    here = block < blocks
+    to = block * BLOCK_WORDS
+    peeled = common(block_at(a + to, here, PTX), inverse(block_at(left + to, here, PTX)))
+    use = any_set(peeled)
+    first, second, third = _entries_of(entries_ptr, block, here, ENTRY)
+    zero = tl.zeros([BLOCKS], tl.uint32)
+    none = zero, zero, zero, zero, zero, zero, zero, zero
+    second_first, third_first, third_second = none, none, none
+    for _bit in tl.static_range(_NUMBER_BITS):
+        x = rotated_at(number, first >> 8, first & (_BLOCK - 1), use, PTX)
+        y = rotated_at(number, second >> 8, second & (_BLOCK - 1), use, PTX)
+        z = rotated_at(number, third >> 8, third & (_BLOCK - 1), use, PTX)
+        second_first = below(y, x, second_first)
+        third_first = below(z, x, third_first)
+        third_second = below(z, y, third_second)
+        number += plane
+    by_0 = common(peeled, inverse(union(second_first, third_first)))
+    by_1 = common(peeled, common(second_first, inverse(third_second)))
+    store_block(a + to, union(by_0, by_1), here, PTX)
+    store_block(b + to, common(peeled, inverse(by_1)), here, PTX)
 
 
 @kernel
@@ -241,7 +444,7 @@ def _finish_kernel(
 
 
 @triton.jit
-def _bits_set(word):
+def bits_set(word):
     """How many bits of each word, uint32, are set."""
     word -= (word >> 1) & 0x55555555
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
@@ -266,8 +469,8 @@ def _count_kernel(
     left, a, b, _ = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
     stay = tl.load(left + word, mask=inside, other=0)
     gone = tl.load(a + word, mask=inside, other=0) | tl.load(b + word, mask=inside, other=0)
-    peeled = tl.sum(_bits_set(gone).to(tl.int64), 0)
-    tl.atomic_add(counts_ptr, peeled + tl.sum(_bits_set(stay).to(tl.int64), 0), sem="relaxed")
+    peeled = tl.sum(bits_set(gone).to(tl.int64), 0)
+    tl.atomic_add(counts_ptr, peeled + tl.sum(bits_set(stay).to(tl.int64), 0), sem="relaxed")
     tl.atomic_add(counts_ptr + 1, peeled, sem="relaxed")
     if tile == 0:
         entry = tl.arange(0, _STATE)
@@ -303,12 +506,54 @@ def not_zero(v, ITEM: tl.constexpr):
     return (v.to(tl.uint32) << (33 - 8 * ITEM)) != 0
 
 
+@triton.jit
+def index_of(x_ptr, first, word, tile, n, ITEM: tl.constexpr, ALIGNED: tl.constexpr):
+    """The index of a tile of a chunk: words. ALIGNED: `first` is at a multiple of 16 bytes."""
+    if ALIGNED:
+        if (tile + 1) * (WORDS * WORD) <= n:
+            bits = _index_of_whole(x_ptr, first, tile, ITEM)
+        else:
+            bits = _index_of_some(x_ptr, first, word, n, ITEM)
+    else:
+        bits = _index_of_some(x_ptr, first, word, n, ITEM)
+    return bits
+
+
+@triton.jit
+def _index_of_some(x_ptr, first, word, n, ITEM: tl.constexpr):
+    i = elements_of(word)
+    v = tl.load(elements_at(x_ptr, ITEM) + first + i, mask=i < n, other=0)
+    placed = not_zero(v, ITEM).to(tl.int32) << tl.arange(0, WORD)[None, :]
+    return tl.sum(placed, 1).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _index_of_whole(x_ptr, first, tile, ITEM: tl.constexpr):
+    # The compiler sees that addresses are multiples of 16 bytes; a hint on `first` is lost here.
+    x = x_ptr.to(tl.pointer_type(tl.uint32))
+    row = tl.arange(0, WORDS)[:, None]
+    if ITEM == 2:
+        # Two elements in a word: bit 15 of each is set if it is not zero.
+        column = tl.arange(0, WORD // 2)[None, :]
+        words = x + first // 8 * 4 + tile * (WORDS * WORD // 2)
+        v = tl.load(words + (row * (WORD // 2) + column)) & 0x7FFF7FFF
+        v = ((v + 0x7FFF7FFF) >> 15) & 0x00010001
+        placed = ((v | (v >> 15)) & 3) << (2 * column).to(tl.uint32)
+    else:
+        column = tl.arange(0, WORD)[None, :]
+        words = x + first // 4 * 4 + tile * (WORDS * WORD)
+        v = tl.load(words + (row * WORD + column))
+        placed = not_zero(v, ITEM).to(tl.uint32) << column.to(tl.uint32)
+    return tl.sum(placed.to(tl.int32, bitcast=True), 1).to(tl.uint32, bitcast=True)
+
+
 @kernel
 def _index_kernel(
     x_ptr,
     given_ptr,
     index_ptr,
     work_ptr,
+    state_ptr,
     first_chunk: tl.int64,
     chunks: tl.int64,
     nelem: tl.int64,
@@ -318,14 +563,17 @@ def _index_kernel(
     static_at: tl.int64,
     static_stride: tl.int64,
     index_at: tl.int64,
+    kept: tl.int32,
     FROM: tl.constexpr,
     WORK: tl.constexpr,
     ITEM: tl.constexpr,
+    ALIGNED: tl.constexpr,
     member=None,
 ):
     """The index of some words of a chunk, from elements or a tensor's index, or as it is there.
 
-    With WORK all that is in the index is left, and nothing is peeled.
+    With WORK all that is in the index is left, and the chunk's state is 0. Plane `a` has the index
+    if `kept`, for `_own_kernel`; else nothing is peeled in `a` and `b`.
     """
     chunk, tile = program_of(member, first_chunk, tiles)
     first, n = chunk_at(chunk, nelem, chunk_nelem)
@@ -337,10 +585,7 @@ def _index_kernel(
         bits = tl.load(index, mask=inside, other=0) & mask
     else:
         if FROM == OF_ELEMENTS:
-            i = elements_of(word)
-            v = tl.load(elements_at(x_ptr, ITEM) + first + i, mask=i < n, other=0)
-            placed = not_zero(v, ITEM).to(tl.int32) << tl.arange(0, WORD)[None, :]
-            bits = tl.sum(placed, 1).to(tl.uint32, bitcast=True)
+            bits = index_of(x_ptr, first, word, tile, n, ITEM, ALIGNED)
         else:
             bit = first + word * WORD
             byte = bit >> 3
@@ -354,24 +599,37 @@ def _index_kernel(
     if WORK:
         left, a, b, _ = planes_of(work_ptr, chunk, chunks, blocks, blocks)
         tl.store(left + word, bits, mask=inside)
-        tl.store(a + word, bits * 0, mask=inside)
-        tl.store(b + word, bits * 0, mask=inside)
+        tl.store(a + word, tl.where(kept != 0, bits, bits * 0), mask=inside)
+        tl.store(b + word, bits * 0, mask=inside & (word * 0 + kept == 0))
+        if tile == 0:
+            entry = tl.arange(0, _STATE)
+            tl.store(state_at(state_ptr, chunk) + entry, (entry * 0).to(tl.int64))
 
 
 @functools.lru_cache(maxsize=64)
-def _table(mapping: str, blocks: int, sketch_blocks: int, device: torch.device) -> torch.Tensor:
-    """What meets in which cell (see above), int64, on `device`; about 48 bytes a block.
+def _tables(
+    mapping: str, blocks: int, sketch_blocks: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What meets in which cell (see above), int64, on `device`; about 48 bytes a block. And the
+    same for rounds, in half of that.
 
     Made once: the first use of a shape on a device may not be in a captured graph.
     """
     m = mapping_of(Lhc(mapping=mapping), blocks * BLOCK, sketch_blocks * BLOCK // LANES)
     low = m.offsets << 1 | m.signs.astype(np.int64) >> 31
-    lists = (np.arange(blocks)[:, None] << 11) + (np.arange(HASHES) << 9) + low
+    number = np.arange(blocks)[:, None]
     order = np.argsort(m.blocks.reshape(-1), kind="stable")
     ends = np.cumsum(np.bincount(m.blocks.reshape(-1), minlength=sketch_blocks))
-    parts = (m.blocks << 9 | low).reshape(-1), [0], ends, lists.reshape(-1)[order]
+
+    def joined(entries, listed, kind) -> torch.Tensor:
+        parts = entries.reshape(-1), [0], ends, listed.reshape(-1)[order]
+        return torch.from_numpy(np.concatenate(parts).astype(kind)).to(device)
+
+    lists = (number << 11) + (np.arange(HASHES) << 9) + low
+    kind = np.int32 if blocks <= _SHORT_BLOCKS else np.int64
     with torch.inference_mode(False):
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+        table = joined(m.blocks << 9 | low, lists, np.int64)
+        return table, joined(m.blocks << 8 | m.offsets, number << 8 | m.offsets, kind)
 
 
 class Shape(Launches):
@@ -388,8 +646,12 @@ class Shape(Launches):
         self.parts = workspace(self.spec, plan.chunk_nelem, plan.chunks)
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """See `_table`."""
-        return _table(self.spec.mapping, self.blocks, self.sketch_blocks, device)
+        """See `_tables`."""
+        return _tables(self.spec.mapping, *self.both, device)[0]
+
+    def entries(self, device: torch.device) -> torch.Tensor:
+        """See `_tables`: what rounds take."""
+        return _tables(self.spec.mapping, *self.both, device)[1]
 
 
 def tiles_of(blocks: int) -> int:
@@ -398,26 +660,35 @@ def tiles_of(blocks: int) -> int:
 
 
 def read_index(plan: Plan, source: int, tensors, first: int, end: int) -> None:
-    """The index of chunks `first` to `end`, and planes in which nothing is peeled."""
+    """The index of chunks `first` to `end`, planes in which nothing is peeled, and their state."""
     g = Shape.of(plan)
-    variant = variant_of(_index_kernel, FROM=source, WORK=True, ITEM=plan.dtype.itemsize)
+    aligned = source == int(OF_ELEMENTS.value) and aligned_for(plan, tensors[0])
+    item = plan.dtype.itemsize
+    variant = variant_of(_index_kernel, FROM=source, WORK=True, ITEM=item, ALIGNED=aligned)
     where = first, plan.chunks, *g.sizes, g.blocks, g.tiles, *g.static, g.second
-    variant.launch(g.tiles * (end - first), tensors, *where)
+    kept = int(g.blocks > SMALL_BLOCKS)
+    variant.launch(g.tiles * (end - first), tensors, *where, kept)
 
 
 def peel_chunks(plan: Plan, table, planes, state, first: int, end: int) -> None:
     """Peel what is left in chunks `first` to `end`."""
-    g = Shape.of(plan)
-    zero(state)
-    halves = [variant_of(_round_kernel, BLOCKS=ROUND_BLOCKS, PEEL=half) for half in (False, True)]
+    g, number = Shape.of(plan), end - first
     tensors, where = (table, planes, state), (first, plan.chunks, *g.both)
     rounds = 0 if g.blocks <= SMALL_BLOCKS else ROUNDS
-    for round_index in range(rounds):
-        for half, blocks in zip(halves, (g.sketch_blocks, g.blocks), strict=True):
-            tiles = -(-blocks // ROUND_BLOCKS)
-            half.launch((end - first) * tiles, tensors, *where, tiles, round_index)
+    if rounds:
+        entries = g.entries(planes.device)
+        known = {"ENTRY": entries.itemsize, "PTX": PTX and planes.data_ptr() % 16 == 0}
+        halves = (
+            (variant_of(_alone_kernel, **ALONE, **known), -(-g.sketch_blocks // ALONE["BLOCKS"])),
+            (variant_of(_peel_kernel, BLOCKS=PEEL_BLOCKS, **known), -(-g.blocks // PEEL_BLOCKS)),
+        )
+        for round_index in range(rounds):
+            for half, tiles in halves:
+                half.launch(number * tiles, (entries, *tensors[1:]), *where, tiles, round_index)
+        own, tiles = variant_of(_own_kernel, BLOCKS=PEEL_BLOCKS, **known), halves[1][1]
+        own.launch(number * tiles, (entries, planes), *where, tiles)
     finish = variant_of(_finish_kernel, 8, BLOCKS=FINISH_BLOCKS)
-    finish.launch(end - first, tensors, *where, rounds)
+    finish.launch(number, tensors, *where, rounds)
 
 
 def peeling(plan: Plan, scratch: torch.Tensor) -> torch.Tensor:
@@ -440,8 +711,9 @@ def measure(spec: Lhc, dtype: DType, x: torch.Tensor) -> torch.Tensor:
     blocks = -(-n // BLOCK)
     index = torch.empty(blocks * BLOCK // 8, dtype=torch.uint8, device=x.device)
     if n:
-        numbers = 0, 1, n, n, blocks, tiles_of(blocks), 0, 0, 0
+        numbers = 0, 1, n, n, blocks, tiles_of(blocks), 0, 0, 0, 0
         source = int(OF_ELEMENTS.value)
-        variant = variant_of(_index_kernel, FROM=source, WORK=False, ITEM=dtype.itemsize)
-        variant.launch(tiles_of(blocks), (x, x, index, x), *numbers)
+        values = {"FROM": source, "WORK": False, "ITEM": dtype.itemsize}
+        variant = variant_of(_index_kernel, **values, ALIGNED=x.data_ptr() % 16 == 0)
+        variant.launch(tiles_of(blocks), (x, x, index, x, x), *numbers)
     return index[: -(-n // 8)]

@@ -39,14 +39,16 @@ from .lhc_peeling_triton import (
     OF_BUFFER,
     OF_ELEMENTS,
     OF_STATS,
+    PROGRAMS,
     ROUND_BLOCKS,
     WORD,
     WORDS,
     Shape,
+    bits_set,
     chunk_at,
     elements_of,
+    index_of,
     list_at,
-    not_zero,
     peel_chunks,
     places_at,
     planes_of,
@@ -86,6 +88,30 @@ def _cell(place, i):
     return (place >> 9) * _BLOCK + ((i + (place >> 1)) & (_BLOCK - 1))
 
 
+@triton.jit
+def _lowest(bits, PTX: tl.constexpr):
+    """The numbers of the lowest bits of words that are set; of words 0 some number."""
+    low = bits & (~bits + 1)
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "bfind.u32 $0, $1;", "=r,r", (low,), dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        return bits_set(low - 1)
+
+
+@triton.jit
+def _next_own(x, todo, places, in_a, in_b, word, ITEM: tl.constexpr, PTX: tl.constexpr):
+    """Of each word the lowest element in `todo`: its bits, its cell, and `todo` without it."""
+    first, second, third = places
+    bit = _lowest(todo, PTX) & 31
+    a, b = ((in_a >> bit) & 1) != 0, ((in_b >> bit) & 1) != 0
+    place = tl.where(a, tl.where(b, first, second), third)
+    i = word * WORD + bit.to(tl.int32)
+    v = tl.load(x + i, mask=todo != 0, other=0)
+    return v, _cell(place, i), todo & (todo - 1)
+
+
 @kernel
 def _scatter_kernel(
     x_ptr,
@@ -107,43 +133,50 @@ def _scatter_kernel(
     CELL_EXP: tl.constexpr,
     CELL_ITEM: tl.constexpr,
     ALIGNED: tl.constexpr,
+    GIVEN: tl.constexpr,
     PTX: tl.constexpr,
     member=None,
 ):
     """Store elements in their own cells, a tile of them. All cells are zero.
 
-    Says in the state if a chunk has elements to estimate, and in its record if one is not zero and
-    not in the index.
+    A thread has a word of the bitmaps, and goes through the elements that are peeled, two at a
+    time: few are. Says in the state if a chunk has elements to estimate, and, of an index that was
+    GIVEN, in the chunk's record if an element is not zero and not in it.
     """
     chunk, tile = program_of(member, 0, tiles)
     first, n = chunk_at(chunk, nelem, chunk_nelem)
-    if ALIGNED:
-        # Made here: a hint on what a function gives is lost.
-        first = tl.multiple_of(chunk * chunk_nelem, 16)
     word, _ = words_of(tile, n)
     inside = word < blocks * BLOCK_WORDS
     left, a, b, _ = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
     stay = tl.load(left + word, mask=inside, other=0)
     in_a = tl.load(a + word, mask=inside, other=0)
     in_b = tl.load(b + word, mask=inside, other=0)
-    i = elements_of(word)
+    if GIVEN:
+        lacking = index_of(x_ptr, first, word, tile, n, ITEM, ALIGNED) & ~(in_a | in_b | stay)
+        if tl.max((lacking != 0).to(tl.int32), 0) != 0:
+            record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
+            tl.atomic_or(record + 2, chunk * 0 + 2, sem="relaxed")
     x = elements_at(x_ptr, ITEM) + first
-    if (tile + 1) * (WORDS * WORD) <= n:
-        v = tl.load(x + i)
-    else:
-        v = tl.load(x + i, mask=i < n, other=0)
-    peeled = spread(in_a | in_b)
-    table = table_ptr.to(tl.pointer_type(tl.int64))
-    place, _, _, _ = _places(table, word, in_a, in_b, inside)
-    cell = converted(v, EXP, ITEM, CELL_EXP, CELL_ITEM, PTX)
+    at = table_ptr.to(tl.pointer_type(tl.int64)) + word // BLOCK_WORDS * _HASHES
+    todo = in_a | in_b
+    use = todo != 0
+    place_0 = tl.load(at, mask=use, other=0)
+    place_1 = tl.load(at + 1, mask=use, other=0)
+    place_2 = tl.load(at + 2, mask=use, other=0)
+    places = place_0, place_1, place_2
     static_ptr = out_ptr + (static_at + chunk * static_stride) * 128
-    store_element(static_ptr, _cell(place, i), cell, peeled, CELL_EXP, CELL_ITEM, 0)
+    most = tl.max(bits_set(todo).to(tl.int32), 0)
+    for _k in range(0, most, 2):
+        use = todo != 0
+        v, cell, rest = _next_own(x, todo, places, in_a, in_b, word, ITEM, PTX)
+        use_2 = rest != 0
+        v_2, cell_2, todo = _next_own(x, rest, places, in_a, in_b, word, ITEM, PTX)
+        v = converted(v, EXP, ITEM, CELL_EXP, CELL_ITEM, PTX)
+        v_2 = converted(v_2, EXP, ITEM, CELL_EXP, CELL_ITEM, PTX)
+        store_element(static_ptr, cell, v, use, CELL_EXP, CELL_ITEM, 0)
+        store_element(static_ptr, cell_2, v_2, use_2, CELL_EXP, CELL_ITEM, 0)
     if tl.max((stay != 0).to(tl.int32), 0) != 0:
         tl.store(state_at(state_ptr, chunk) + _LEFT, 1)
-    record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
-    missing = (not_zero(v, ITEM) & (spread(in_a | in_b | stay) == 0)).to(tl.int32)
-    if tl.max(tl.max(missing, 1), 0) != 0:
-        tl.atomic_or(record + 2, chunk * 0 + 2, sem="relaxed")
 
 
 @kernel
@@ -158,6 +191,7 @@ def _estimate_kernel(
     chunk_nelem: tl.int64,
     blocks: tl.int64,
     sketch_blocks: tl.int64,
+    parts: tl.int64,
     static_at: tl.int64,
     static_stride: tl.int64,
     EXP: tl.constexpr,
@@ -167,30 +201,36 @@ def _estimate_kernel(
     PTX: tl.constexpr,
     member=None,
 ):
-    """Add up a block of cells from the elements that stay left, in the order of its list."""
-    chunk, block = program_of(member, 0, sketch_blocks)
+    """Add up blocks of cells from the elements that stay left, in the order of their lists.
+
+    Programs are few, as mostly there is nothing to do.
+    """
+    chunk, block = program_of(member, 0, parts)
     if tl.load(state_at(state_ptr, chunk) + _LEFT) != 0:
         first, _ = chunk_at(chunk, nelem, chunk_nelem)
         left, _, _, _ = planes_of(work_ptr, chunk, chunks, blocks, sketch_blocks)
         table = table_ptr.to(tl.pointer_type(tl.int64))
-        lists, at, end = list_at(table, block, blocks, sketch_blocks)
         x = elements_at(x_ptr, ITEM) + first
-        cell = tl.arange(0, _BLOCK)
-        total = tl.zeros([_BLOCK], tl.float32)
-        some = tl.zeros([_BLOCK], tl.int32)
-        while at < end:
-            entry = tl.load(lists + at)
-            at_x = (cell - (entry >> 1).to(tl.int32)) & (_BLOCK - 1)
-            bits = tl.load(left + (entry >> 11) * BLOCK_WORDS + (at_x >> 5))
-            on = ((bits >> (at_x & 31).to(tl.uint32)) & 1) != 0
-            v = tl.load(x + (entry >> 11) * _BLOCK + at_x, mask=on, other=0)
-            v = widen(v, EXP, ITEM) ^ ((entry & 1) << 31).to(tl.int32)
-            total = tl.where(on, total + v.to(tl.float32, bitcast=True), total)
-            some |= on.to(tl.int32)
-            at += 1
-        found = narrow(total, CELL_EXP, CELL_ITEM, PTX)
         static_ptr = out_ptr + (static_at + chunk * static_stride) * 128
-        store_element(static_ptr, block * _BLOCK + cell, found, some != 0, CELL_EXP, CELL_ITEM, 0)
+        cell = tl.arange(0, _BLOCK)
+        while block < sketch_blocks:
+            lists, at, end = list_at(table, block, blocks, sketch_blocks)
+            total = tl.zeros([_BLOCK], tl.float32)
+            some = tl.zeros([_BLOCK], tl.int32)
+            while at < end:
+                entry = tl.load(lists + at)
+                at_x = (cell - (entry >> 1).to(tl.int32)) & (_BLOCK - 1)
+                bits = tl.load(left + (entry >> 11) * BLOCK_WORDS + (at_x >> 5))
+                on = ((bits >> (at_x & 31).to(tl.uint32)) & 1) != 0
+                v = tl.load(x + (entry >> 11) * _BLOCK + at_x, mask=on, other=0)
+                v = widen(v, EXP, ITEM) ^ ((entry & 1) << 31).to(tl.int32)
+                total = tl.where(on, total + v.to(tl.float32, bitcast=True), total)
+                some |= on.to(tl.int32)
+                at += 1
+            found = narrow(total, CELL_EXP, CELL_ITEM, PTX)
+            to = block * _BLOCK + cell
+            store_element(static_ptr, to, found, some != 0, CELL_EXP, CELL_ITEM, 0)
+            block += parts
 
 
 @kernel
@@ -454,14 +494,17 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
     frame_of(plan).begin(out, out[plan.static_offset : plan.dynamic_offset])
     source = int((OF_ELEMENTS if stats is None else OF_STATS).value)
     given = out if stats is None else stats
-    read_index(plan, source, (x, given, out, planes), 0, plan.chunks)
+    read_index(plan, source, (x, given, out, planes, state), 0, plan.chunks)
     peel_chunks(plan, table, planes, state, 0, plan.chunks)
     tensors, where = (x, out, table, planes, state), (plan.chunks, *g.sizes, *g.both)
     types = _types(plan.dtype, g.cell)
-    scatter = variant_of(_scatter_kernel, 8, **types, ALIGNED=aligned_for(plan, x))
+    # Whether chunks are aligned matters where the index is compared with the elements.
+    known = {"GIVEN": stats is not None, "ALIGNED": stats is not None and aligned_for(plan, x)}
+    scatter = variant_of(_scatter_kernel, **types, **known)
     scatter.launch(g.tiles * plan.chunks, tensors, *where, g.tiles, g.head, *g.static)
     estimate = variant_of(_estimate_kernel, **types)
-    estimate.launch(g.sketch_blocks * plan.chunks, tensors, *where, *g.static)
+    parts = min(g.sketch_blocks, PROGRAMS)
+    estimate.launch(parts * plan.chunks, tensors, *where, parts, *g.static)
     if plan.checksum:
         _sum(plan, out, out, 0, plan.chunks, True)
 
@@ -491,7 +534,7 @@ def decode(plan: Plan, src, out, scratch, status, *, peeled=False, **selection) 
         table = g.table(src.device)
         where = first, plan.chunks
         if not peeled:
-            read_index(plan, int(OF_BUFFER.value), (src, src, src, planes), first, end)
+            read_index(plan, int(OF_BUFFER.value), (src, src, src, planes, state), first, end)
             peel_chunks(plan, table, planes, state, first, end)
         tiles = -(-g.sketch_blocks // ROUND_BLOCKS)
         used = variant_of(_used_kernel, BLOCKS=ROUND_BLOCKS)
