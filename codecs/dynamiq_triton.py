@@ -252,16 +252,40 @@ def _slots(tile, F: tl.constexpr, L: tl.constexpr):
 @triton.jit
 def _load_rows(x_ptr, t, k, L: tl.constexpr, COUNT: tl.constexpr):
     """COUNT rows of a tile's slots from row `k` on, float32, shape [SLOTS, 8]; 0 behind the end."""
+    return _rows_of(_load(x_ptr, t, k, L, COUNT, False), L, False)
+
+
+@triton.jit
+def _load(x_ptr, t, k, L: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr):
+    """COUNT rows of a tile's slots from row `k` on, as by `load_slots`; 0 behind the end."""
     begin = t.tile * (L.rows * L.run)
     x = x_ptr + (t.first + begin) * L.x_item
     left = elements_left(t, L)
     if L.aligned == 0:
-        v = load_slots(x, k, left, COUNT, L, False, True)
+        v = load_slots(x, k, left, COUNT, L, WORDS, True)
     elif begin + L.rows * L.run <= t.n:
-        v = load_slots(x, k, left, COUNT, L, False, False)
+        v = load_slots(x, k, left, COUNT, L, WORDS, False)
     else:
-        v = load_slots(x, k, left, COUNT, L, False, True)
-    return _rows_of(v, L, False)
+        v = load_slots(x, k, left, COUNT, L, WORDS, True)
+    return v
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger of each half of words."""
+    return by_ptx("max.u16x2 $0, $1, $2;", "=r,r,r", (a, b))
+
+
+@triton.jit
+def _top_of_words(words, EXP: tl.constexpr):
+    """Bits of the largest magnitude of a slot's elements, int32, shape [SLOTS], from 8 rows of
+    words of two elements, whose bits have the order of the numbers.
+    """
+    top = words[0] & 0x7FFF7FFF
+    for k in tl.static_range(1, 8):
+        top = _larger(top, words[k] & 0x7FFF7FFF)
+    a, b = halves(tl.reduce(top, 1, _larger), EXP)
+    return tl.maximum(as_bits(a) & MAGNITUDE, as_bits(b) & MAGNITUDE)
 
 
 @triton.jit
@@ -369,10 +393,15 @@ def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl
     SUM: tl.constexpr = L.add or L.summed
     if SUM:
         EACH: tl.constexpr = len(v) // 8
-        every = _rows_of(v, L, EACH == 1)
+    if L.cvt and (L.x_item == 2) and (F.center == 0) and ((not SUM) or (EACH == 1)):
+        # As of all rows, with half the instructions.
+        words = v if SUM else _load(v, t, 0, L, 8, True)
+        means = _top(_top_of_words(words, L.exponent), SLOTS, LANES)
+        lost = means >= _INFINITY
+        most = as_float(tl.where(lost, 0, means))
     else:
-        every = _load_rows(v, t, 0, L, 8)
-    _, most, lost, means = _values(every, group, t, F, L)
+        every = _rows_of(v, L, EACH == 1) if SUM else _load_rows(v, t, 0, L, 8)
+        _, most, lost, means = _values(every, group, t, F, L)
     terms = tl.zeros([SLOTS], tl.uint64)
     ones = here & (lane == 0)
     if F.center:
