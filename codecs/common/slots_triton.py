@@ -50,6 +50,15 @@ def to_row(a, b, SLOTS: tl.constexpr):
 
 
 @triton.jit
+def _pairs_of(low, high, SLOTS: tl.constexpr):
+    """`to_pairs` of a row in halves, shape [SLOTS, 4]."""
+    a, b = tl.split(tl.reshape(low, [SLOTS, 2, 2]))
+    c, d = tl.split(tl.reshape(high, [SLOTS, 2, 2]))
+    even = tl.reshape(tl.permute(tl.join(a, c), [0, 2, 1]), [SLOTS, 4])
+    return even, tl.reshape(tl.permute(tl.join(b, d), [0, 2, 1]), [SLOTS, 4])
+
+
+@triton.jit
 def load_slots(
     x,
     first,
@@ -73,6 +82,19 @@ def load_slots(
                 + ((first + k) * (L.apart // 2) + tl.arange(0, 4))[None, :]
             )
             words = (tl.load(x.to(tl.pointer_type(tl.uint32)) + i),)
+        elif L.x_item == 4:
+            # Of a whole row two threads would load 16 bytes each, and exchange them.
+            at = (
+                _starts(L.rows, L.apart, 8)
+                + ((first + k) * L.apart + tl.arange(0, 4))[None, :]
+            )
+            ptr = elements_at(x, 4) + at
+            if MASKED:
+                low = tl.load(ptr, mask=at < left, other=0)
+                high = tl.load(ptr + 4, mask=at + 4 < left, other=0)
+            else:
+                low, high = tl.load(ptr), tl.load(ptr + 4)
+            words = _pairs_of(low, high, L.rows)
         else:
             at = row_at(first + k, L.rows, L.apart)
             if MASKED:
