@@ -109,13 +109,16 @@ def _below(x, y):
 def _nearest(code, v, table, PTX: tl.constexpr):
     """The number of the value that `v` is rounded to: that of the bound next to it, or one less."""
     if PTX:
-        found = by_ptx(
+        # Not pure: it may not be done before the tables are there.
+        return tl.inline_asm_elementwise(
             "{ .reg .f32 a; .reg .b32 b; mad.lo.u32 b, $1, 4, $3; ld.shared.f32 a, [b]; "
             "sub.rn.f32 a, $2, a; mov.b32 b, a; shr.s32 b, b, 31; add.u32 $0, $1, b; }",
             "=r,r,r,r",
             (code, v, table),
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
-        return found.to(tl.int32, bitcast=True)
     else:
         return code + _below(v, tl.load(table + code))
 

@@ -44,7 +44,7 @@ from .common.minifloat import INFINITY, NAN
 from .common.minifloat_triton import MAGNITUDE, aligned_for, as_bits, as_float, by_ptx, halves
 from .common.philox_triton import philox4
 from .common.runs_triton import transpose_bits
-from .common.slots_triton import load_slots, row_at, to_pairs, to_row
+from .common.slots_triton import load_slots, row_at, to_pairs, to_row, top_of_words
 from .common.tiles_triton import OF_SOURCE, Format, elements_left, no_scale
 from .dynamiq import (
     CENTER_LIMIT,
@@ -271,24 +271,6 @@ def _load(x_ptr, t, k, L: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr
 
 
 @triton.jit
-def _larger(a, b):
-    """The larger of each half of words."""
-    return by_ptx("max.u16x2 $0, $1, $2;", "=r,r,r", (a, b))
-
-
-@triton.jit
-def _top_of_words(words, EXP: tl.constexpr):
-    """Bits of the largest magnitude of a slot's elements, int32, shape [SLOTS], from 8 rows of
-    words of two elements, whose bits have the order of the numbers.
-    """
-    top = words[0] & 0x7FFF7FFF
-    for k in tl.static_range(1, 8):
-        top = _larger(top, words[k] & 0x7FFF7FFF)
-    a, b = halves(tl.reduce(top, 1, _larger), EXP)
-    return tl.maximum(as_bits(a) & MAGNITUDE, as_bits(b) & MAGNITUDE)
-
-
-@triton.jit
 def _rows_of(v, L: tl.constexpr, WORDS: tl.constexpr):
     """Rows of columns, or of WORDS of two elements."""
     rows = ()
@@ -396,7 +378,7 @@ def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl
     if L.cvt and (L.x_item == 2) and (F.center == 0) and ((not SUM) or (EACH == 1)):
         # As of all rows, with half the instructions.
         words = v if SUM else _load(v, t, 0, L, 8, True)
-        means = _top(_top_of_words(words, L.exponent), SLOTS, LANES)
+        means = _top(top_of_words(words, L.exponent), SLOTS, LANES)
         lost = means >= _INFINITY
         most = as_float(tl.where(lost, 0, means))
     else:
