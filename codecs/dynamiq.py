@@ -79,7 +79,7 @@ PAYLOAD_PROBLEM = "a scale or a mean, or bytes behind the last code"
 #: largest; of a chunk it has so many numbers: a sum for each value of a digit, and a few. It leaves
 #: its tables, WORK_HEAD numbers of a chunk, and one of each of its super-groups.
 BLOCK = 1 << 11
-DIGITS = (7, 6, 6, 6, 6)
+DIGITS = (7, 8, 8, 8)
 STATE = sum(1 << bits for bits in DIGITS) + 16
 WORK_HEAD = 8
 TABLES = 1072

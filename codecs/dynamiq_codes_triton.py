@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from .common.columns_triton import from_columns
+from .common.huffman_tables_triton import put_pair, table_memory
 from .common.minifloat_triton import as_bits, as_float, by_ptx
 from .common.philox_triton import philox4
 from .dynamiq import CODE_STREAM, MAX_WIDTH, MIN_WIDTH, ROUNDINGS, TABLES, grid_of
@@ -27,34 +28,62 @@ Floats = npt.NDArray[np.float32]
 _CODES = tl.constexpr(CODE_STREAM)
 _CORRELATED, _, _NEAREST = (tl.constexpr(i) for i in range(len(ROUNDINGS)))
 #: What brings a float to an integer in its lowest bits, and the bits of 0 there.
-_TO_INTEGER, INTEGER = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
+TO_INTEGER, INTEGER = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
 #: Where `tables_of` has pairs, bounds and shapes behind its values.
 PAIRS, BOUNDS, SHAPES = (tl.constexpr(n) for n in (512, 1536, 2064))
 
 
 @triton.jit
-def _log2(x, factor, ahead, PTX: tl.constexpr):
-    """About log2(x) * factor + ahead, of numbers near 1."""
-    if PTX:
-        # Fused, but not as compilers would: no other operation may be.
-        return as_float(
-            by_ptx(
-                "{ .reg .f32 a; lg2.approx.ftz.f32 a, $1; fma.rz.f32 $0, a, $2, $3; }",
-                "=r,r,r,r",
-                (x, factor, ahead),
-            )
-        )
+def tables_near(table, width, half, F: tl.constexpr, L: tl.constexpr):
+    """Where number -INTEGER would be of what `codes_of` looks up of a grid, for slots of `width`;
+    `half` is half the number of its codes.
+
+    With PTX that is in shared memory, as every element looks twice, and an address there takes one
+    instruction. To be called once by a kernel.
+    """
+    NEAREST: tl.constexpr = F.rounding == _NEAREST
+    table += BOUNDS if NEAREST else PAIRS
+    # Of pairs, which are two words, code 0 has number 2 * half.
+    zeroth = (2 * half + width) if NEAREST else 4 * half
+    if L.ptx:
+        PAIRED: tl.constexpr = ((SHAPES - BOUNDS) if NEAREST else (BOUNDS - PAIRS)) // 2
+        near = table_memory("2112" if NEAREST else "4096", True)
+        # Of bounds there are fewer: the last are written again.
+        i = tl.minimum(tl.arange(0, 512), PAIRED - 1)
+        pair = tl.load(table.to(tl.pointer_type(tl.int64)) + i)
+        put_pair(near + 8 * i, pair.to(tl.int32), (pair >> 32).to(tl.int32))
+        tl.debug_barrier()
+        # 4 or 8 times INTEGER, without what does not fit. Not a constant: it would be added to
+        # every address.
+        return near - (0x2D000000 if NEAREST else 0x5A000000) + 4 * zeroth
     else:
-        return tl.log2(x) * factor + ahead
+        return table + zeroth - (1 if NEAREST else 2) * tl.full([], INTEGER, tl.int64)
 
 
 @triton.jit
-def _floor(x, PTX: tl.constexpr):
-    """Of `x` + _TO_INTEGER what is next below it."""
+def _near(size, v, shape, start, NEAREST: tl.constexpr, PTX: tl.constexpr):
+    """INTEGER plus a number near the code of the last value that is not above `v`, or of the bound
+    that is next: of values it is less than 0.5 off, before it is rounded down. `start` is that of
+    the first that is not negative.
+    """
     if PTX:
-        return as_float(by_ptx("add.rm.f32 $0, $1, 0f4B400000;", "=r,r", (x,)))
+        # Fused, but not as compilers would: no other operation may be.
+        ASM: tl.constexpr = (
+            "{ .reg .f32 a; .reg .b32 b; fma.rn.f32 a, $1, $4, $3; lg2.approx.ftz.f32 a, a; "
+            "mov.b32 b, a; lop3.b32 b, b, $2, 0x80000000, 0x78; mov.b32 a, b; fma."
+            + ("rn" if NEAREST else "rm")
+            + ".f32 $0, a, $5, $6; }"
+        )
+        return by_ptx(ASM, "=r,r,r,r,r,r,r", (size, v, shape[0], shape[1], shape[2], start)).to(
+            tl.int32, bitcast=True
+        )
     else:
-        return tl.floor(x) + _TO_INTEGER
+        about = tl.log2(shape[0] + size * shape[1]) * shape[2]
+        signed = as_float(as_bits(about) ^ (as_bits(v) & -0x80000000))
+        if NEAREST:
+            return as_bits(signed + start)
+        else:
+            return as_bits(tl.floor(signed) + start)
 
 
 @triton.jit
@@ -77,7 +106,62 @@ def _below(x, y):
 
 
 @triton.jit
-def _drawn(eighth, e, draw, EVEN: tl.constexpr):
+def _nearest(code, v, table, PTX: tl.constexpr):
+    """The number of the value that `v` is rounded to: that of the bound next to it, or one less."""
+    if PTX:
+        # Not pure: it may not be done before the tables are there.
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 a; .reg .b32 b; mad.lo.u32 b, $1, 4, $3; ld.shared.f32 a, [b]; "
+            "sub.rn.f32 a, $2, a; mov.b32 b, a; shr.s32 b, b, 31; add.u32 $0, $1, b; }",
+            "=r,r,r,r",
+            (code, v, table),
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return code + _below(v, tl.load(table + code))
+
+
+@triton.jit
+def _below_and_part(code, v, table, PTX: tl.constexpr):
+    """(the number of the last value not above `v`, which is `code` or one less, how far `v` is on
+    the way to the next).
+    """
+    if PTX:
+        # Not pure: it may not be done before the tables are there.
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 a, d; .reg .b32 b, c; mad.lo.u32 b, $2, 8, $4; ld.shared.f32 a, [b]; "
+            "sub.rn.f32 a, $3, a; mov.b32 b, a; shr.s32 b, b, 31; add.u32 c, $2, b; "
+            "mad.lo.u32 b, c, 8, $4; ld.shared.v2.f32 {a, d}, [b]; sub.rn.f32 a, $3, a; "
+            "mul.rn.f32 $1, a, d; mov.b32 $0, c; }",
+            "=&r,=&r,r,r,r",
+            (code, v, table),
+            dtype=(tl.int32, tl.float32),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        pairs = table.to(tl.pointer_type(tl.int64))
+        code += _below(v, tl.load((pairs + code).to(tl.pointer_type(tl.float32))))
+        pair = tl.load(pairs + code)
+        return code, (v - as_float(pair.to(tl.int32))) * as_float((pair >> 32).to(tl.int32))
+
+
+@triton.jit
+def _half(word, HIGH: tl.constexpr, PTX: tl.constexpr):
+    """128 + half / 2^16, bits of the float, of the lower or the upper half of words."""
+    if PTX:
+        if HIGH:
+            return by_ptx("prmt.b32 $0, $1, 0x4300, 0x5432;", "=r,r", (word,))
+        else:
+            return by_ptx("prmt.b32 $0, $1, 0x4300, 0x5410;", "=r,r", (word,))
+    else:
+        return (word >> 16 if HIGH else word & 0xFFFF) | 0x43000000
+
+
+@triton.jit
+def _drawn(eighth, e, draw, EVEN: tl.constexpr, PTX: tl.constexpr):
     """What 8 elements from number 8 * `eighth` on draw, (half + 0.5) / 2^16; shape [SLOTS, 8].
 
     Or, if not EVEN, those from so much further on as the number `e` is behind a multiple of 8.
@@ -98,9 +182,9 @@ def _drawn(eighth, e, draw, EVEN: tl.constexpr):
         words = shifted
     own = ()
     for i in tl.static_range(4):
-        own = own + (words[i] & 0xFFFF, words[i] >> 16)
-    # 128 + half / 2^16, less what makes it (half + 0.5) / 2^16: both are exact.
-    bits = from_columns(own, 8, 3) | 0x43000000
+        own = own + (_half(words[i], False, PTX), _half(words[i], True, PTX))
+    # Less what makes it (half + 0.5) / 2^16: both are exact.
+    bits = from_columns(own, 8, 3)
     return bits.to(tl.float32, bitcast=True) - (128.0 - 2.0**-17)
 
 
@@ -126,38 +210,30 @@ def codes_of(
     t,
     draw,
     table,
+    start,
     shape,
     F: tl.constexpr,
     L: tl.constexpr,
 ):
     """Codes of a row of slots, a byte each of words of shape [SLOTS, 2], all of them more by one
     number, which carries; what slots have in common has the shape [SLOTS, 1]: `inverse`, `stratum`,
-    the number of that, `table`, which starts before what it has of code 0 by as much, and `shape`,
-    what `tables_of` says of the width.
+    the number of that, `table`, of `tables_near`, `start`, TO_INTEGER plus the code of the first
+    value that is not negative, and `shape`, what `tables_of` says of the width.
     """
     SLOTS: tl.constexpr = L.rows
+    NEAREST: tl.constexpr = F.rounding == _NEAREST
     size = _scaled(v, inverse, L.ptx)
-    sign = as_bits(v) & -0x80000000
-    v = as_float(as_bits(size) | sign) + 0.0  # there are no negative zeros
-    # Among values half a step ahead.
-    AHEAD: tl.constexpr = 0.0 if F.rounding == _NEAREST else 0.5
-    about = _log2(shape[0] + size * shape[1], shape[2], AHEAD, L.ptx)
-    signed = as_float(as_bits(about) ^ (as_bits(v) & -0x80000000))
-    if F.rounding == _NEAREST:
-        # The bound between codes next to it, or the one above that.
-        code = as_bits(signed + _TO_INTEGER)
-        code += _below(v, tl.load(table + code))
+    v = as_float(as_bits(size) | (as_bits(v) & -0x80000000))
+    if F.zeros:
+        v = v + 0.0  # there are no negative zeros
+    code = _near(size, v, shape, start, NEAREST, L.ptx)
+    if NEAREST:
+        code = _nearest(code, v, table, L.ptx)
     else:
-        # Less than 0.5 off the number of the last value not above v: of negative ones the estimate
-        # counts from -1 down.
-        code = as_bits(_floor(signed, L.ptx))
-        pairs = table.to(tl.pointer_type(tl.int64))
-        code += _below(v, tl.load((pairs + code).to(tl.pointer_type(tl.float32))))
-        pair = tl.load(pairs + code)
-        part = (v - as_float(pair.to(tl.int32))) * as_float((pair >> 32).to(tl.int32))
+        code, part = _below_and_part(code, v, table, L.ptx)
         if F.rounding == _CORRELATED:
-            part = part * strata.to(tl.float32) - stratum
-        code -= _below(_drawn(eighth, t.first, draw, L.aligned), part)
+            part = part * strata - stratum
+        code -= _below(_drawn(eighth, t.first, draw, L.aligned, L.ptx), part)
     code = code.to(tl.uint32, bitcast=True)
     placed = tl.reshape(code, [SLOTS, 2, 4]) << (8 * tl.arange(0, 4))[None, None, :]
     return tl.sum(placed, 2)

@@ -44,7 +44,7 @@ from .common.minifloat import INFINITY, NAN
 from .common.minifloat_triton import MAGNITUDE, aligned_for, as_bits, as_float, by_ptx, halves
 from .common.philox_triton import philox4
 from .common.runs_triton import transpose_bits
-from .common.slots_triton import load_slots, row_at, to_pairs, to_row
+from .common.slots_triton import load_slots, row_at, to_pairs, to_row, top_of_words
 from .common.tiles_triton import OF_SOURCE, Format, elements_left, no_scale
 from .dynamiq import (
     CENTER_LIMIT,
@@ -61,7 +61,15 @@ from .dynamiq import (
     Dynamiq,
     shares_of,
 )
-from .dynamiq_codes_triton import BOUNDS, INTEGER, PAIRS, SHAPES, codes_of, stratum_of, tables_of
+from .dynamiq_codes_triton import (
+    INTEGER,
+    SHAPES,
+    TO_INTEGER,
+    codes_of,
+    stratum_of,
+    tables_near,
+    tables_of,
+)
 from .dynamiq_widths_triton import (
     INDEX_AT,
     LEAST_WIDTH,
@@ -96,6 +104,7 @@ class Slots(Format):
         log_columns: The logarithm of a row's elements.
         scales, rounding: Numbers of these choices; a decoder does not use the latter.
         center: Super-groups have means.
+        zeros: The grid has two zeros, as values may: -0 is to become +0.
         step: Rows that an encoder codes at once, 2, 4 or 8: fewer have less code, which it goes
             through again.
     """
@@ -106,6 +115,7 @@ class Slots(Format):
     scales: int
     rounding: int
     center: bool
+    zeros: bool
     step: int
 
 
@@ -242,16 +252,22 @@ def _slots(tile, F: tl.constexpr, L: tl.constexpr):
 @triton.jit
 def _load_rows(x_ptr, t, k, L: tl.constexpr, COUNT: tl.constexpr):
     """COUNT rows of a tile's slots from row `k` on, float32, shape [SLOTS, 8]; 0 behind the end."""
+    return _rows_of(_load(x_ptr, t, k, L, COUNT, False), L, False)
+
+
+@triton.jit
+def _load(x_ptr, t, k, L: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr):
+    """COUNT rows of a tile's slots from row `k` on, as by `load_slots`; 0 behind the end."""
     begin = t.tile * (L.rows * L.run)
     x = x_ptr + (t.first + begin) * L.x_item
     left = elements_left(t, L)
     if L.aligned == 0:
-        v = load_slots(x, k, left, COUNT, L, False, True)
+        v = load_slots(x, k, left, COUNT, L, WORDS, True)
     elif begin + L.rows * L.run <= t.n:
-        v = load_slots(x, k, left, COUNT, L, False, False)
+        v = load_slots(x, k, left, COUNT, L, WORDS, False)
     else:
-        v = load_slots(x, k, left, COUNT, L, False, True)
-    return _rows_of(v, L, False)
+        v = load_slots(x, k, left, COUNT, L, WORDS, True)
+    return v
 
 
 @triton.jit
@@ -359,10 +375,15 @@ def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl
     SUM: tl.constexpr = L.add or L.summed
     if SUM:
         EACH: tl.constexpr = len(v) // 8
-        every = _rows_of(v, L, EACH == 1)
+    if L.cvt and (L.x_item == 2) and (F.center == 0) and ((not SUM) or (EACH == 1)):
+        # As of all rows, with half the instructions.
+        words = v if SUM else _load(v, t, 0, L, 8, True)
+        means = _top(top_of_words(words, L.exponent), SLOTS, LANES)
+        lost = means >= _INFINITY
+        most = as_float(tl.where(lost, 0, means))
     else:
-        every = _load_rows(v, t, 0, L, 8)
-    _, most, lost, means = _values(every, group, t, F, L)
+        every = _rows_of(v, L, EACH == 1) if SUM else _load_rows(v, t, 0, L, 8)
+        _, most, lost, means = _values(every, group, t, F, L)
     terms = tl.zeros([SLOTS], tl.uint64)
     ones = here & (lane == 0)
     if F.center:
@@ -378,15 +399,12 @@ def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl
     part = group * (SIZE // F.group) + lane // SHARE
     firsts = here & (lane % SHARE == 0)
     half = (slot_width * 0 + 1) << (slot_width - 1)
-    table = t.scale
-    shape_at = table + SHAPES + 8 * slot_width + (4 if F.rounding == _NEAREST else 0)
+    # Places among values half a step ahead are those among bounds.
+    shape_at = t.scale + SHAPES + 8 * slot_width + 4
     shape = (tl.load(shape_at), tl.load(shape_at + 1), tl.load(shape_at + 2))
-    # What `codes_of` counts from: there is the value of code number `half`, or the bound below it.
-    if F.rounding == _NEAREST:
-        table += BOUNDS + slot_width + 3 * half - INTEGER
-    else:
-        table += PAIRS + 6 * half - 2 * tl.full([], INTEGER, tl.int64)
-    less = (half - INTEGER).to(tl.uint32, bitcast=True) * 0x01010101
+    table = tables_near(t.scale, slot_width, half, F, L)
+    start = half.to(tl.float32) + TO_INTEGER
+    less = tl.full([], -INTEGER, tl.int32).to(tl.uint32, bitcast=True) * 0x01010101
     zero = tl.zeros([SLOTS, 2], tl.uint32)
     planes = (zero, zero, zero, zero, zero, zero, zero, zero)
     eighths = (t.first >> 3) + group * (SIZE // 8) + lane
@@ -448,9 +466,10 @@ def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl
                     strata, ring_rank = tl.load(work + STRATA), tl.load(work + RING_RANK)
                     one = shared[(r * ROWS + j) // 2] >> (16 if (r * ROWS + j) % 2 else 0)
                     stratum = stratum_of(one & 0xFFFF, strata, ring_rank)
+                    strata = strata.to(tl.int32).to(tl.float32)
                 row = less + codes_of(
                     rows[r * ROWS + j], inverse[:, None], eighth, stratum[:, None], strata, t,
-                    draw, table, shape, F, L,
+                    draw, table, start, shape, F, L,
                 )
                 codes = codes + (tl.where(inverse[:, None] > 0.0, row, 0),)
             # fmt: on
@@ -655,6 +674,7 @@ def _driver(
         scales=SCALES.index(spec.scales),
         rounding=ROUNDINGS.index(spec.rounding) if rounding is None else rounding,
         center=spec.center,
+        zeros=spec.grid != "balanced",
         step=STEP,
     )
     if measures:

@@ -180,12 +180,20 @@ def _histogram_kernel(
         if block == 0:
             _keep_bound(state, bound, left, LEVEL)
     costs = tl.zeros([BINS], tl.int32)
+    one = as_bits(f) * 0
     for k in tl.static_range(2 if HOW == _POW2 else 6):
         gain = _gain(f, k, HOW)
         digit = (gain >> SHIFT) & (BINS - 1)
         if LEVEL > 0:
             digit = tl.where((gain ^ bound.to(tl.int32)) < (BINS << SHIFT), digit, 0)
-        costs += tl.histogram(digit, BINS) * ((2 + 2 * k) if HOW == _POW2 else 1)
+        if LEVEL > 0 and HOW == _ANY:
+            # Gains of a super-group are a factor of 4 and more apart, and those that share the
+            # first digit, of 7 bits with the sign, less: of one step at most is the digit not 0.
+            one |= digit
+        else:
+            costs += tl.histogram(digit, BINS) * ((2 + 2 * k) if HOW == _POW2 else 1)
+    if LEVEL > 0 and HOW == _ANY:
+        costs += tl.histogram(one, BINS)
     i = tl.arange(0, BINS)
     use = (i > 0) & (costs > 0)
     tl.atomic_add(state + AT + i, costs.to(tl.int64), mask=use, sem="relaxed")

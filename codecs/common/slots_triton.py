@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .frame_triton import accumulator, add_to
-from .minifloat_triton import elements_at
+from .minifloat_triton import MAGNITUDE, as_bits, by_ptx, elements_at, halves
 from .runs_triton import rounded_pair, word_values
 
 
@@ -50,6 +50,15 @@ def to_row(a, b, SLOTS: tl.constexpr):
 
 
 @triton.jit
+def _pairs_of(low, high, SLOTS: tl.constexpr):
+    """`to_pairs` of a row in halves, shape [SLOTS, 4]."""
+    a, b = tl.split(tl.reshape(low, [SLOTS, 2, 2]))
+    c, d = tl.split(tl.reshape(high, [SLOTS, 2, 2]))
+    even = tl.reshape(tl.permute(tl.join(a, c), [0, 2, 1]), [SLOTS, 4])
+    return even, tl.reshape(tl.permute(tl.join(b, d), [0, 2, 1]), [SLOTS, 4])
+
+
+@triton.jit
 def load_slots(
     x,
     first,
@@ -73,6 +82,16 @@ def load_slots(
                 + ((first + k) * (L.apart // 2) + tl.arange(0, 4))[None, :]
             )
             words = (tl.load(x.to(tl.pointer_type(tl.uint32)) + i),)
+        elif L.x_item == 4:
+            # Of a whole row two threads would load 16 bytes each, and exchange them.
+            at = _starts(L.rows, L.apart, 8) + ((first + k) * L.apart + tl.arange(0, 4))[None, :]
+            ptr = elements_at(x, 4) + at
+            if MASKED:
+                low = tl.load(ptr, mask=at < left, other=0)
+                high = tl.load(ptr + 4, mask=at + 4 < left, other=0)
+            else:
+                low, high = tl.load(ptr), tl.load(ptr + 4)
+            words = _pairs_of(low, high, L.rows)
         else:
             at = row_at(first + k, L.rows, L.apart)
             if MASKED:
@@ -84,6 +103,24 @@ def load_slots(
                 words = (words[0].to(tl.uint32) | (words[1].to(tl.uint32) << 16),)
         columns = columns + (words if WORDS else word_values(words, L.exponent, L.x_item))
     return columns
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger of each half of words."""
+    return by_ptx("max.u16x2 $0, $1, $2;", "=r,r,r", (a, b))
+
+
+@triton.jit
+def top_of_words(words, EXP: tl.constexpr):
+    """Bits of the largest magnitude of a slot's elements, int32, shape [SLOTS], from 8 rows of
+    words of two elements, whose bits have the order of the numbers.
+    """
+    top = words[0] & 0x7FFF7FFF
+    for k in tl.static_range(1, 8):
+        top = _larger(top, words[k] & 0x7FFF7FFF)
+    a, b = halves(tl.reduce(top, 1, _larger), EXP)
+    return tl.maximum(as_bits(a) & MAGNITUDE, as_bits(b) & MAGNITUDE)
 
 
 @triton.jit
