@@ -78,7 +78,7 @@ _NUMBER_BITS = tl.constexpr(NUMBER_BITS)
 
 #: Blocks that a program takes at once: of elements, a block a thread; in `_used_kernel`; in
 #: `_finish_kernel`.
-PEEL_BLOCKS = 128
+PEEL_BLOCKS = 256
 ROUND_BLOCKS = 64
 FINISH_BLOCKS = 128
 #: Blocks of cells that a program takes at once, and threads for each, which share its list. The
