@@ -69,9 +69,7 @@ def _count_kernel(
 
 @kernel
 def _place_kernel(
-    index_ptr,
-    rows_ptr,
-    inverse_ptr,
+    orders_ptr,
     words_ptr,
     totals_ptr,
     choices_ptr,
@@ -83,10 +81,11 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Put `each` copies in their places; the first program writes what ranks tell each other."""
-    index_ptr = index_ptr.to(tl.pointer_type(tl.int64))
-    rows_ptr = rows_ptr.to(tl.pointer_type(tl.int64))
-    inverse_ptr = inverse_ptr.to(tl.pointer_type(tl.int64))
+    """Put `each` copies in their places; the first program writes what ranks tell each other.
+
+    `orders_ptr`: the index, the rows, and the inverse, one behind the other.
+    """
+    index_ptr = orders_ptr.to(tl.pointer_type(tl.int64))
     words_ptr = words_ptr.to(tl.pointer_type(tl.int64))
     totals_ptr = totals_ptr.to(tl.pointer_type(tl.int32))
     choices_ptr = choices_ptr.to(tl.pointer_type(tl.int64))
@@ -114,9 +113,9 @@ def _place_kernel(
         upto = tl.cumsum(ones, 0)
         to = tl.sum(tl.where(ours, place[None, :] + upto - 1, 0), 1)
         place += tl.sum(ones, 0)
-        tl.store(inverse_ptr + at, to.to(tl.int64), mask=mask)
         tl.store(index_ptr + to, at, mask=mask)
-        tl.store(rows_ptr + to, at // top_k, mask=mask)
+        tl.store(index_ptr + copies + to, at // top_k, mask=mask)
+        tl.store(index_ptr + 2 * copies + at, to.to(tl.int64), mask=mask)
     if pid == 0:
         own = (bins >= 1) & (bins <= experts + 1)
         tl.store(words_ptr + bins - 1, begin.to(tl.int64), mask=own)
@@ -167,15 +166,13 @@ def ordered(choices: torch.Tensor, weights: torch.Tensor, experts: int) -> Order
     each = -(-copies // (programs * block)) * block
     programs = -(-copies // each)
     counts = choices.new_empty((programs, bins), dtype=torch.int32)
-    three = choices.new_empty((3, copies))
+    orders = choices.new_empty((3, copies))
     words = choices.new_empty((2, experts + 3))
     given = counts, choices, weights.view(-1).view(torch.uint8)
     _count(weights.dtype, bins, block).launch(programs, given, copies, each, experts)
-    index, rows, inverse = three.unbind(0)
-    tensors = index, rows, inverse, words, counts, choices
     numbers = copies, each, experts, choices.shape[1]
-    _place(bins, block).launch(programs, tensors, *numbers)
-    return Ordered(index, rows, inverse, words)
+    _place(bins, block).launch(programs, (orders, words, counts, choices), *numbers)
+    return Ordered(*orders.unbind(0), words)
 
 
 @functools.cache
