@@ -147,6 +147,7 @@ ALLOWED = (
     Allowed("delta_batch._measure_rows_kernel", {}, 16, 96, "as of one tensor"),
     Allowed("delta_batch._pack_rows_kernel", {}, 16, 96, "as of one tensor"),
     Allowed("delta_batch._change_rows_kernel", {}, 16, 32, "as of one tensor"),
+    Allowed("order._place_kernel", {}, 0, 4, "numbers of a launch, on AMD"),
     Allowed("huffman._decode_kernel", {"item": [8]}, 512, 0, "as the next, of eight planes"),
     Allowed(
         "huffman._decode_kernel",
