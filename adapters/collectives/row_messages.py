@@ -5,6 +5,9 @@ part is sent up to a capacity that the two sides have learnt from their earlier 
 call that sends the rest; what it needs is told before, and read by the host while bytes are in
 flight. What exceeds the capacity follows in a call of its own, which other ranks have no part in.
 So bits are always right, and no call of the network waits for the host, but the first of a kind.
+
+Two ranks gather both messages if these are about as long, where the transport is faster so. No
+message lies in place: behind it is what exceeds its capacity.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from ...formats.dtypes import BY_NAME, DType
 from ...formats.header import align
 from . import tensors
 from .calls import Call
-from .message_views import MessageViews
+from .message_views import MessageViews, alike, spare_of
 from .steps import Steps
 
 _INT64 = BY_NAME["int64"]
@@ -80,6 +83,9 @@ class RowMessages:
         self._comparisons = steps.comparisons
         self._transport = steps.session.transport
         self._rank, self._size = steps.session.rank, steps.session.size
+        pair = self._size == 2 and self._transport.pairs_gather
+        #: The other rank, where a gather moves what is alike.
+        self._peer = 1 - self._rank if pair else None
         #: By purpose, dtype and rank, of messages to it and from it.
         self._learnt: dict[tuple[str, DType, int, bool], Learnt] = {}
         #: Purposes, dtypes and shapes of rows of which there have been messages.
@@ -120,7 +126,33 @@ class RowMessages:
 
     def _views(self, name: str, parts: Sequence[Any], dtype: DType, prefix: bool) -> MessageViews:
         plans = [self._memory.plan(dtype, part.shape[0]) for part in parts]
-        return self._memory.messages(name, plans, parts[0], prefix)
+        spare = 0, 0
+        if self._peer is not None:
+            source = self._peer if name == "receive" else None
+            spare = spare_of(plans[self._peer], prefix, source)
+        return self._memory.messages(name, plans, parts[0], prefix, spare)
+
+    def _move(
+        self,
+        call: Call,
+        send: MessageViews,
+        receive: MessageViews,
+        sent: Sequence[int],
+        came: Sequence[int],
+    ) -> None:
+        """Move messages with so many bytes of their dynamic parts, as both sides know."""
+        peer = self._peer
+        with call.stage("exchange"):
+            if peer is not None:
+                there, here = send.nbytes[peer] + sent[peer], receive.nbytes[peer] + came[peer]
+                if alike(there, here):
+                    longer = max(there, here)
+                    both = receive.both(peer, longer)
+                    self._transport.all_gather(both, send.longer(peer, longer))
+                    call.wire_bytes += longer
+                    return
+            self._transport.all_to_all_v(receive.upto(came), send.upto(sent))
+        call.wire_bytes += sum(send.nbytes) + sum(sent)
 
     def _exchange_fixed(
         self,
@@ -134,8 +166,8 @@ class RowMessages:
         with call.stage("exchange"):
             if send.some:
                 send.words.index_fill_(0, send.places, digest)
-            self._transport.all_to_all_v(receive.whole, send.whole)
-        call.wire_bytes += sum(send.nbytes)
+        nothing = [0] * self._size
+        self._move(call, send, receive, nothing, nothing)
         meanwhile()
         if not receive.some:
             return
@@ -178,15 +210,14 @@ class RowMessages:
         early = arriving.on_host or kind not in self._known
         told = self._needs(call, receive, arriving, digest) if early else None
         self._known.add(kind)
-        with call.stage("exchange"):
-            self._transport.all_to_all_v(receive.upto(came), send.upto(sent))
+        self._move(call, send, receive, sent, came)
         meanwhile()
         if told is None:
             told = self._needs(call, receive, arriving, digest)
         came_needs, needs = told
         outs = self._behind(receive, came, came_needs, purpose, False)
         xs = self._behind(send, sent, needs, purpose, True)
-        call.wire_bytes += _TOLD * (n - 1) + sum(send.nbytes) + sum(sent)
+        call.wire_bytes += _TOLD * (n - 1)
         call.wire_bytes += sum(piece.shape[0] for pieces in xs for piece in pieces)
         if any(outs) or any(xs):
             with call.stage("dynamic"):
