@@ -272,7 +272,7 @@ class RowExchange:
             else:
                 if self._session.fixed:
                     self._compare(call, flat, info)
-                self._messages.exchange(call, parts, outs, info, purpose, at_once)
+                self._messages.exchange(call, parts, outs, info, purpose, at_once, stream)
 
     def _compare(self, call: Call, x: Any, info: ArrayInfo) -> None:
         """On the host, have ranks compare what they make before rows move; a GPU is not waited for.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +14,10 @@ import tightwire as tw
 torch = pytest.importorskip("torch")
 
 from expert_layers import tokens, trained  # noqa: E402
+from tightwire.adapters.collectives import row_messages, tensors  # noqa: E402
 from tightwire.adapters.collectives.chunk_views import DESCRIPTOR_NBYTES  # noqa: E402
 from tightwire.adapters.collectives.row_exchange import RowExchange  # noqa: E402
-from tightwire.adapters.collectives.row_messages import Learnt  # noqa: E402
+from tightwire.adapters.collectives.row_messages import Learnt, Needs  # noqa: E402
 from tightwire.adapters.training import moe  # noqa: E402
 from tightwire.adapters.transports.peer import connect_threads  # noqa: E402
 from tightwire.adapters.transports.threads import ThreadTransport, run_ranks  # noqa: E402
@@ -288,6 +290,50 @@ def test_a_layer_has_the_same_bits_whatever_exceeds(monkeypatch: pytest.MonkeyPa
         assert counting.calls == 8
 
     run_ranks(3, task)
+
+
+def test_on_a_gpu_messages_are_queued_before_needs_are_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But for the first ones."""
+
+    class Noting(Needs):
+        did: list[Any]
+
+        def __init__(self, ranks: int, like: Any) -> None:
+            super().__init__(ranks, like)
+            self.on_host, self.did = False, []
+
+        def mark(self) -> None:
+            self.did.append("mark")
+
+        def arriving(self, stream: Any = None) -> Any:
+            self.did.append(stream)
+            return super().arriving()
+
+    class Network(Counting):
+        did: Any = None
+
+        def all_to_all_v(self, outs: Any, xs: Any) -> None:
+            self.did.append("messages")
+            super().all_to_all_v(outs, xs)
+
+    monkeypatch.setattr(row_messages, "Needs", Noting)
+    monkeypatch.setattr(tensors, "on_stream", lambda stream: contextlib.nullcontext())
+
+    def task(transport: ThreadTransport) -> None:
+        network = Network(transport)
+        exchange = RowExchange(tw.Communicator(network), 2, [])
+        x, out = rows_of(0, 60, True), torch.empty(60, WIDTH, dtype=DTYPE)
+        needs: Any = exchange._messages._needs_on(x)
+        network.did = needs.did
+        for _ in range(2):
+            exchange.move(x, out, [30, 30], [30, 30], stream="another")
+        exchange.move(x, out, [30, 30], [30, 30])
+        first, second = [None, "messages", "messages"], ["mark", "messages", "another"]
+        assert network.did == [*first, *second, None, "messages"]
+
+    run_ranks(2, task)
 
 
 def test_capacities() -> None:
