@@ -280,9 +280,10 @@ class Rows:
         found = _made(
             self._channel, lambda: self._rows.routed(info, copies.words, faults_of, gather), x
         )
-        sends, receives = found.sent.sum(1).tolist(), found.table.sum(1).tolist()
-        blocks = _blocks(found.table, range(len(sends)), self._rank)
-        return Splits(sends, receives, found.table, blocks, found.pairs), made[0]
+        pairs, table = found
+        sends, receives = pairs[self._rank].tolist(), pairs[:, self._rank].tolist()
+        blocks = _blocks(table, tuple(range(len(sends))), self._rank)
+        return Splits(sends, receives, table, blocks, pairs), made[0]
 
     def inverse(self, copies: Copies) -> Any:
         """The place of each copy."""
@@ -326,7 +327,7 @@ class Rows:
         elsewhere = x.shape[1:]
         options: dict[str, Any] = {"meanwhile": meanwhile, "stream": tensors.current_stream(x)}
         options["purpose"] = "back" if back else "there"
-        options["pairs"] = (splits.pairs.T if back else splits.pairs).tolist()
+        options["pairs"] = splits.pairs.T if back else splits.pairs
         moving: Callable[..., None] = functools.partial(self._move, **options)
         if blocks is None or not self._rows.own_apart:
             x = blocks.undone(x) if blocks is not None and back else x
@@ -416,7 +417,7 @@ class NodeRows(Rows):
             single=not far.table[:, 0].any(),
         )
         table = near.table.reshape(ranks, nodes, 1 + each)[:, :, 1:]
-        arrival = np.arange(nodes * ranks).reshape(nodes, ranks).T.reshape(-1).tolist()
+        arrival = tuple(m * ranks + n for n in range(ranks) for m in range(nodes))
         by_rank = table.reshape(-1, each)
         found = Splits(
             sends=sent.sum(2).reshape(-1).tolist(),
@@ -548,19 +549,22 @@ def _made(channel: Channel, call: Any, like: Any) -> Any:
     return found[0]
 
 
-def _blocks(table: npt.NDArray[np.int64], arrival: Sequence[int], rank: int) -> Blocks | None:
+def _blocks(table: npt.NDArray[np.int64], arrival: tuple[int, ...], rank: int) -> Blocks | None:
     """The blocks of rows for each expert from ranks in the order of their `arrival`."""
     ranks, each = table.shape
     if ranks == 1 or (each == 1 and all(a < b for a, b in itertools.pairwise(arrival))):
         return None
-    numbers = np.arange(ranks * each).reshape(each, ranks)
-    places = numbers.T[list(arrival)]
-    wanted = np.empty(ranks * each, np.int64)
-    wanted[places] = table
-    own = list(arrival).index(rank) * each
-    return Blocks(
-        table.reshape(-1).tolist(),
-        wanted.tolist(),
-        places.reshape(-1).tolist(),
-        range(own, own + each),
-    )
+    places, own = _places(arrival, each, rank)
+    sizes = table.reshape(-1).tolist()
+    wanted = [0] * len(sizes)
+    for place, size in zip(places, sizes, strict=True):
+        wanted[place] = size
+    return Blocks(sizes, wanted, places, own)
+
+
+@functools.lru_cache(maxsize=64)
+def _places(arrival: tuple[int, ...], each: int, rank: int) -> tuple[list[int], range]:
+    """The places by expert of blocks as they arrive, and the numbers of this rank's own."""
+    places = [k * len(arrival) + source for source in arrival for k in range(each)]
+    first = arrival.index(rank) * each
+    return places, range(first, first + each)
