@@ -266,24 +266,35 @@ class Rows:
             self._kept["experts", choices.device] = numbers
         return Copies.of(choices, weights, numbers)
 
-    def splits(self, x: Any, copies: Copies) -> tuple[Splits, Any]:
-        """Tell all ranks of `copies` of rows like those of `x`; also what has been made of these.
+    def spread(self, x: Any, copies: Copies, know: Callable[[Splits], None]) -> tuple[Any, Splits]:
+        """Send the copies of rows of `x`; returns those that arrive, by expert, and how many go.
 
-        That is for `spread`.
+        `know` is called with these numbers when rows are in flight.
         """
-        info, stream, made = describe(x), tensors.current_stream(x), []
+        info, stream = describe(x), tensors.current_stream(x)
+        made: list[Any] = []
+        found: list[Any] = []
 
         def gather() -> None:
             with tensors.on_stream(stream):
                 made.append(x.index_select(0, copies.rows))
 
-        found = _made(
-            self._channel, lambda: self._rows.routed(info, copies.words, faults_of, gather), x
-        )
-        pairs, table = found
-        sends, receives = pairs[self._rank].tolist(), pairs[:, self._rank].tolist()
-        blocks = _blocks(table, tuple(range(len(sends))), self._rank)
-        return Splits(sends, receives, table, blocks, pairs), made[0]
+        def call() -> None:
+            pairs, table = self._rows.routed(info, copies.words, faults_of, gather)
+            self._channel.count()
+            sends, receives = pairs[self._rank].tolist(), pairs[:, self._rank].tolist()
+            blocks = _blocks(table, tuple(range(len(sends))), self._rank)
+            splits = Splits(sends, receives, table, blocks, pairs)
+            with tensors.on_stream(stream):
+                moving, finish = self._laid(made[0], splits, False, lambda: know(splits), stream)
+            tensors.follow(stream)
+            moving()
+            found.extend((finish, splits))
+
+        # While the host changes streams the network is idle, so all of it changes once.
+        self._channel.run_here(x, call)
+        finish, splits = found
+        return finish(), splits
 
     def inverse(self, copies: Copies) -> Any:
         """The place of each copy."""
@@ -303,59 +314,59 @@ class Rows:
             self._kept["numbers", device] = known
         return known[:count]
 
-    def spread(
-        self, x: Any, copies: Copies, splits: Splits, made: Any, meanwhile: Callable[[], None]
-    ) -> Any:
-        """Send the copies of rows of `x`; returns those that arrive, by expert.
+    def move(self, x: Any, splits: Splits, *, back: bool = False) -> Any:
+        """Send copies, by expert; returns those that arrive, by expert. `back`: the other way."""
+        moving, finish = self._laid(x, splits, back, None, tensors.current_stream(x))
+        self._channel.run_here(x, moving)
+        return finish()
 
-        `made` is what `splits` has given; `meanwhile` is called when they are in flight.
-        """
-        return self.move(made, splits, meanwhile=meanwhile)
-
-    def move(
+    def _laid(
         self,
         x: Any,
         splits: Splits,
-        *,
-        back: bool = False,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Any:
-        """Send copies, by expert; returns those that arrive, by expert. `back`: the other way."""
+        back: bool,
+        meanwhile: Callable[[], None] | None,
+        stream: Any,
+    ) -> tuple[Callable[[], None], Callable[[], Any]]:
+        """What moves copies, on the stream of the channel, and what then returns those of `move`.
+
+        `meanwhile` and `stream` are as `RowExchange.move` takes them.
+        """
         leave, come, blocks = splits.sends, splits.receives, splits.blocks
         if back:
             leave, come = come, leave
         elsewhere = x.shape[1:]
-        options: dict[str, Any] = {"meanwhile": meanwhile, "stream": tensors.current_stream(x)}
+        options: dict[str, Any] = {"meanwhile": meanwhile, "stream": stream}
         options["purpose"] = "back" if back else "there"
         options["pairs"] = splits.pairs.T if back else splits.pairs
-        moving: Callable[..., None] = functools.partial(self._move, **options)
+        move = functools.partial(self._rows.move, **options)
+        out = x.new_empty((sum(come), *elsewhere))
         if blocks is None or not self._rows.own_apart:
-            x = blocks.undone(x) if blocks is not None and back else x
-            out = x.new_empty((sum(come), *elsewhere))
-            moving(x, out, leave, come)
-            return blocks.ordered(out) if blocks is not None and not back else out
+            finish: Callable[[], Any] = lambda: out  # noqa: E731
+            if blocks is not None and back:
+                x = blocks.undone(x)
+            elif blocks is not None:
+                finish = functools.partial(blocks.ordered, out)
+            return functools.partial(move, x, out, leave, come), finish
         # What a rank has for itself is copied while the others' rows are in flight.
         rank, own_rows = self._rank, leave[self._rank]
         alone = [0 if i == rank else n for i, n in enumerate(splits.receives)]
         begin = sum(splits.sends[:rank])
         others = x.new_empty((sum(alone), *elsewhere))
-        out = x.new_empty((sum(come), *elsewhere))
         copies, by_expert = (out, x) if back else (x, out)
         own = copies[begin : begin + own_rows]
-        put_own = functools.partial(blocks.put, own, by_expert, own=True, back=back)
+        move = functools.partial(
+            move, own=functools.partial(blocks.put, own, by_expert, own=True, back=back)
+        )
         if back:
             blocks.put(others, x, own=False, back=True)
-            moving(others, out, alone, come, own=put_own)
-        else:
-            moving(x, others, leave, alone, own=put_own)
-            blocks.put(others, out, own=False)
-        return out
+            return functools.partial(move, others, out, alone, come), lambda: out
 
-    def _move(
-        self, x: Any, out: Any, leave: Sequence[int], come: Sequence[int], **options: Any
-    ) -> None:
-        """Move rows on the stream of the channel."""
-        self._channel.run_here(out, lambda: self._rows.move(x, out, leave, come, **options))
+        def ordered() -> Any:
+            blocks.put(others, out, own=False)
+            return out
+
+        return functools.partial(move, x, others, leave, alone), ordered
 
 
 class NodeRows(Rows):
@@ -376,8 +387,8 @@ class NodeRows(Rows):
         self._far = RowExchange(comm.between, nodes * (2 + ranks * self._each), None)
         self._near = RowExchange(comm.within, ranks * nodes * (1 + self._each), None)
 
-    def splits(self, x: Any, copies: Copies) -> tuple[Splits, Any]:
-        """As `Rows.splits`; nothing has been made."""
+    def _splits(self, x: Any, copies: Copies) -> Splits:
+        """Tell all ranks of `copies` of rows like those of `x`."""
         info, device = describe(x), x.device
         nodes, ranks, each = *self._shape, self._each
         # Numbers of no expert are told of as a fault.
@@ -419,7 +430,7 @@ class NodeRows(Rows):
         table = near.table.reshape(ranks, nodes, 1 + each)[:, :, 1:]
         arrival = tuple(m * ranks + n for n in range(ranks) for m in range(nodes))
         by_rank = table.reshape(-1, each)
-        found = Splits(
+        return Splits(
             sends=sent.sum(2).reshape(-1).tolist(),
             receives=table.sum(2).T.reshape(-1).tolist(),
             table=by_rank,
@@ -428,16 +439,14 @@ class NodeRows(Rows):
             passing=passing,
             local=table.sum((1, 2)).tolist(),
         )
-        return found, None
 
-    def spread(
-        self, x: Any, copies: Copies, splits: Splits, made: Any, meanwhile: Callable[[], None]
-    ) -> Any:
+    def spread(self, x: Any, copies: Copies, know: Callable[[Splits], None]) -> tuple[Any, Splits]:
         """As `Rows.spread`."""
+        splits = self._splits(x, copies)
+        know(splits)
         way: Passing = splits.passing
         if way.single:
-            return self.move(x.index_select(0, copies.rows), splits, meanwhile=meanwhile)
-        meanwhile()
+            return self.move(x.index_select(0, copies.rows), splits), splits
         rows = x.index_select(0, way.distinct)
         out = x.new_empty((sum(splits.receives), *x.shape[1:]))
 
@@ -455,19 +464,10 @@ class NodeRows(Rows):
                 self._inward(steps, came.index_select(0, index), out, splits)
 
         self._channel.run_here(out, call)
-        return out if splits.blocks is None else splits.blocks.ordered(out)
+        return (out if splits.blocks is None else splits.blocks.ordered(out)), splits
 
-    def move(
-        self,
-        x: Any,
-        splits: Splits,
-        *,
-        back: bool = False,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Any:
+    def move(self, x: Any, splits: Splits, *, back: bool = False) -> Any:
         """As `Rows.move`."""
-        if meanwhile is not None:
-            meanwhile()
         way, blocks = splits.passing, splits.blocks
         x = blocks.undone(x) if back and blocks is not None else x
         out = x.new_empty((sum(splits.sends if back else splits.receives), *x.shape[1:]))

@@ -29,6 +29,7 @@ from expert_layers import WIDTH, Expert, dense, layer_of, tokens, trained  # noq
 from tightwire.adapters.collectives import coding, message_views, tensors  # noqa: E402
 from tightwire.adapters.collectives.chunk_views import DESCRIPTOR_NBYTES  # noqa: E402
 from tightwire.adapters.collectives.cost import Choice  # noqa: E402
+from tightwire.adapters.collectives.side_stream import SideStream  # noqa: E402
 from tightwire.adapters.training import expert_rows, moe, weighted_rows  # noqa: E402
 from tightwire.adapters.transports.threads import ThreadTransport, connect, run_ranks  # noqa: E402
 
@@ -636,6 +637,31 @@ def test_as_many_launches_for_any_number_of_ranks(
     assert found[0] == found[1] == found[2]
     # Two or three launches encode, and two decode.
     assert len(found[0][0]) == (5 if codec == "zipccl" else 4)
+
+
+@pytest.mark.parametrize("codec", ["zipccl", "mx"])
+def test_an_exchange_changes_streams_once(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all its bytes are counted."""
+    changes: list[int] = []
+    run_here = SideStream.run_here
+
+    def note(*args: Any) -> None:
+        changes.append(1)
+        run_here(*args)
+
+    monkeypatch.setattr(SideStream, "run_here", note)
+    parallel = parallel_of(Alone(2), 4, codec)
+    routing = moe.Routing(torch.arange(80).view(40, 2) % 4, torch.ones(40, 2))
+    x = torch.ones(40, WIDTH, dtype=torch.bfloat16).requires_grad_()
+    came = parallel.dispatch(x, routing)
+    assert len(changes) == 1
+    y = parallel.combine(came.rows, came)
+    assert len(changes) == 2
+    y.sum().backward()
+    assert len(changes) == 4
+    records = parallel.trace()
+    assert [record.collective for record in records] == ["row_counts"] + 4 * ["all_to_all"]
+    assert parallel.wire_bytes == sum(record.wire_bytes for record in records)
 
 
 def everything(device: Any) -> dict[str, Any]:
