@@ -183,9 +183,10 @@ class RowExchange:
                 told = self._arriving.wait(self._transport.timeout)
             sent_plain(call, 8 * mine.numel() * (n - 1))
             words = told[:, 0]
-            strange, found = (told[:, 1] != words ^ digest).any(1), bad(words)
-            if strange.any() or found.any():
-                self._judge(call, row, np.where(strange, ANOTHER_CALL, found).tolist())
+            strange, faults = told[:, 1] ^ words != digest, bad(words)
+            if strange.any() or faults.any():
+                faults = np.where(strange.any(1), ANOTHER_CALL, faults)
+                self._judge(call, row, faults.tolist())
             call.exchanged = True
         # In memory of their own: that of the words is used again.
         each, first = self._each, self._comm.rank * self._each

@@ -326,7 +326,11 @@ class RowMessages:
         return found
 
     def _learnt_of(self, purpose: str, dtype: DType, rank: int, leaves: bool) -> Learnt:
-        return self._learnt.setdefault((purpose, dtype, rank, leaves), Learnt())
+        key = purpose, dtype, rank, leaves
+        found = self._learnt.get(key)
+        if found is None:
+            found = self._learnt[key] = Learnt()
+        return found
 
     def _needs_on(self, like: Any) -> Needs:
         """Those on the device of `like`."""

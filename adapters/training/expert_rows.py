@@ -83,7 +83,8 @@ class Blocks(NamedTuple):
 
         These are the rows of this rank itself alone, or those of all others.
         """
-        numbers = [k for k in range(len(self.sizes)) if (k in self.own) == own]
+        before, behind = range(self.own.start), range(self.own.stop, len(self.sizes))
+        numbers = [*self.own] if own else [*before, *behind]
         places = by_expert.split(self.by_expert)
         pieces = x.split([self.sizes[k] for k in numbers])
         rows = [(p, places[self.places[k]]) for p, k in zip(pieces, numbers, strict=True)]

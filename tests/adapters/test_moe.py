@@ -152,6 +152,7 @@ def test_own_rows_are_exact_where_ranks_choose(monkeypatch: pytest.MonkeyPatch) 
         assert [torch.equal(part, x[parallel.rank :: 2]) for part in parts] == [
             rank == parallel.rank for rank in range(2)
         ]
+        assert parallel.wire_bytes == sum(record.wire_bytes for record in parallel.trace())
 
     run_ranks(2, task)
 
