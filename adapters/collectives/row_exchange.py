@@ -151,7 +151,7 @@ class RowExchange:
         self,
         info: ArrayInfo,
         mine: Any,
-        bad: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
+        bad: Callable[[npt.NDArray[np.int64]], list[int]],
         meanwhile: Callable[[], None],
     ) -> Routed:
         """Tell every rank how many rows all will get; the host waits for their numbers.
@@ -184,9 +184,9 @@ class RowExchange:
             sent_plain(call, 8 * mine.numel() * (n - 1))
             words = told[:, 0]
             strange, faults = told[:, 1] ^ words != digest, bad(words)
-            if strange.any() or faults.any():
-                faults = np.where(strange.any(1), ANOTHER_CALL, faults)
-                self._judge(call, row, faults.tolist())
+            if strange.any() or any(faults):
+                found = np.where(strange.any(1), ANOTHER_CALL, faults).tolist()
+                self._judge(call, row, found)
             call.exchanged = True
         # In memory of their own: that of the words is used again.
         each, first = self._each, self._comm.rank * self._each

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -68,14 +69,14 @@ class Blocks(NamedTuple):
 
     def ordered(self, x: Any) -> Any:
         """`x`, rows as they arrive, by expert."""
-        found = list(x.split(self.sizes))
+        found = list(x.split_with_sizes(self.sizes))
         for place, piece in zip(self.places, tuple(found), strict=True):
             found[place] = piece
         return torch.cat(found)
 
     def undone(self, x: Any) -> Any:
         """`x`, rows by expert, as they arrive."""
-        pieces = x.split(self.by_expert)
+        pieces = x.split_with_sizes(self.by_expert)
         return torch.cat([pieces[place] for place in self.places])
 
     def put(self, x: Any, by_expert: Any, *, own: bool, back: bool = False) -> None:
@@ -85,8 +86,8 @@ class Blocks(NamedTuple):
         """
         before, behind = range(self.own.start), range(self.own.stop, len(self.sizes))
         numbers = [*self.own] if own else [*before, *behind]
-        places = by_expert.split(self.by_expert)
-        pieces = x.split([self.sizes[k] for k in numbers])
+        places = by_expert.split_with_sizes(self.by_expert)
+        pieces = x.split_with_sizes([self.sizes[k] for k in numbers])
         rows = [(p, places[self.places[k]]) for p, k in zip(pieces, numbers, strict=True)]
         rows = [pair for pair in rows if pair[0].shape[0]]
         if rows:
@@ -150,12 +151,15 @@ class Copies(NamedTuple):
         return strange.long() + 2 * infinite.long()
 
 
-def faults_of(words: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def faults_of(words: npt.NDArray[np.int64]) -> list[int]:
     """Bits of what is wrong with `Copies` of which `words` tell, shape (ranks, words)."""
-    strange = (words[:, 0] != 0) | (words[:, -3] != words[:, -2])
-    infinite = ~np.isfinite(words[:, -1].view(np.float64))
-    bits: npt.NDArray[np.int64] = strange + 2 * infinite
-    return bits
+    # Of a few ranks NumPy would take longer, and the network waits for this.
+    begins, ends, copies = (words[:, k].tolist() for k in (0, -3, -2))
+    weights = words[:, -1].view(np.float64).tolist()
+    return [
+        (begin != 0 or end != every) + 2 * (not math.isfinite(weight))
+        for begin, end, every, weight in zip(begins, ends, copies, weights, strict=True)
+    ]
 
 
 def has_kernels(x: Any) -> bool:

@@ -16,11 +16,17 @@ torch = pytest.importorskip("torch")
 from expert_layers import tokens, trained  # noqa: E402
 from tightwire.adapters.collectives import row_messages, tensors  # noqa: E402
 from tightwire.adapters.collectives.chunk_views import DESCRIPTOR_NBYTES  # noqa: E402
+from tightwire.adapters.collectives.message_views import (  # noqa: E402
+    MessageViews,
+    alike,
+    spare_of,
+)
 from tightwire.adapters.collectives.row_exchange import RowExchange  # noqa: E402
 from tightwire.adapters.collectives.row_messages import Learnt, Needs  # noqa: E402
 from tightwire.adapters.training import moe  # noqa: E402
 from tightwire.adapters.transports.peer import connect_threads  # noqa: E402
 from tightwire.adapters.transports.threads import ThreadTransport, run_ranks  # noqa: E402
+from tightwire.formats.header import ALIGN  # noqa: E402
 
 WIDTH = 256
 DTYPE = torch.bfloat16
@@ -189,6 +195,34 @@ def test_two_ranks_gather_messages_without_dynamic_parts() -> None:
     found = gathered([(table, [False] * 2) for table in tables], "mx")
     # Descriptors are compared on the host before rows move.
     assert [count for _, count in found] == [0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_of_gathers(rank: int, prefix: bool) -> None:
+    """It holds the longest messages that are alike, and buffers lie where they are decoded from."""
+    peer = 1 - rank
+    codec = tw.codec("zipccl")
+    for nelem in (1, 300, 50_000):
+        plans = [codec.plan((nelem if i == peer else 0,), "bfloat16") for i in range(2)]
+        bound = plans[peer].nbytes + prefix * ALIGN
+        longest = bound * 16 // 15 // ALIGN * ALIGN
+        assert alike(bound // 2, bound // 2 * 16 // 15)
+        assert not alike(bound, longest + ALIGN + 16)
+        for source in (None, peer):
+            spare = spare_of(plans[peer], prefix, source)
+            nbytes = MessageViews.nbytes_of(plans, prefix) + sum(spare)
+            memory = torch.zeros(nbytes, dtype=torch.uint8)
+            views = MessageViews(plans, memory, prefix, spare)
+            message = views.longer(peer, longest)
+            assert message.shape[0] == longest
+            assert message[prefix * ALIGN :].data_ptr() == views.data[peer].data_ptr()
+            if source is not None:
+                both = views.both(peer, longest)
+                assert both.shape[0] == 2 * longest
+                assert both[peer * longest :].data_ptr() == message.data_ptr()
+    assert not alike(0, 0)
+    assert not alike(0, 128)
 
 
 @pytest.mark.parametrize(("codec", "capacity"), [("zipccl", None), ("zipccl", 0), ("mx", None)])
