@@ -44,17 +44,27 @@ class Counts(NamedTuple):
     Attributes:
         sent: Rows for each bin of each rank: int64, shape ``(ranks, bins of a rank)``.
         table: Rows from each rank for each bin of this one: int64, shape ``(ranks, bins)``.
-        on_device: The same on the device of the rows, where it is asked for; else None.
+        on_device: The same on the device of the rows.
         faults: Bits of what is wrong on each rank; ``ANOTHER_CALL`` if what it tells is of another
             call.
-        pairs: Rows from each rank to each, where they are known.
     """
 
     sent: npt.NDArray[np.int64]
     table: npt.NDArray[np.int64]
     on_device: Any
     faults: list[int]
-    pairs: npt.NDArray[np.int64] | None = None
+
+
+class Routed(NamedTuple):
+    """The rows of an exchange of which all ranks know all numbers.
+
+    Attributes:
+        pairs: Rows from each rank to each: int64, shape ``(ranks, ranks)``.
+        table: Rows from each rank for each bin of this one: int64, shape ``(ranks, bins)``.
+    """
+
+    pairs: npt.NDArray[np.int64]
+    table: npt.NDArray[np.int64]
 
 
 class RowExchange:
@@ -95,6 +105,7 @@ class RowExchange:
         self._words = 2 + self._each
         self._keys = checksum_keys(self._words - 1)
         self._keys_on: dict[Any, Any] = {}
+        self._told_in: dict[Any, tuple[Any, Any]] = {}
         self._arriving: tensors.PendingHostCopy | None = None
         where = "" if peers is None else ", out of peers' memory"
         call = Call(comm.rank, "RowExchange", 0, "", comm.name)
@@ -140,9 +151,9 @@ class RowExchange:
         self,
         info: ArrayInfo,
         mine: Any,
-        bad: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
+        bad: Callable[[npt.NDArray[np.int64]], list[int]],
         meanwhile: Callable[[], None],
-    ) -> Counts:
+    ) -> Routed:
         """Tell every rank how many rows all will get; the host waits for their numbers.
 
         Args:
@@ -164,22 +175,32 @@ class RowExchange:
             # The words, and the same with the digest, by which damage and other calls are known.
             digest = call.digest(row, row.shape)
             torch.bitwise_xor(mine[0], digest, out=mine[1])
-            theirs = mine.new_empty((n, *mine.shape))
+            theirs, received = self._memory_for(mine)
             with call.stage("counts"):
-                self._transport.all_gather(tensors.as_bytes(theirs), tensors.as_bytes(mine))
+                self._transport.all_gather(received, tensors.as_bytes(mine))
                 self._arriving = tensors.PendingHostCopy(theirs, self._arriving)
                 meanwhile()
-                told = np.array(self._arriving.wait(self._transport.timeout))
+                told = self._arriving.wait(self._transport.timeout)
             sent_plain(call, 8 * mine.numel() * (n - 1))
             words = told[:, 0]
-            strange = (told[:, 1] != words ^ digest).any(1)
-            faults = np.where(strange, ANOTHER_CALL, bad(words)).tolist()
-            self._judge(call, row, faults)
-        bins = np.diff(words[:, : n * self._each + 1])
-        first = self._comm.rank * self._each
-        table = bins[:, first : first + self._each]
-        pairs = bins.reshape(n, n, self._each).sum(2)
-        return Counts(bins[self._comm.rank].reshape(n, -1), table, None, faults, pairs)
+            strange, faults = told[:, 1] ^ words != digest, bad(words)
+            if strange.any() or any(faults):
+                found = np.where(strange.any(1), ANOTHER_CALL, faults).tolist()
+                self._judge(call, row, found)
+            call.exchanged = True
+        # In memory of their own: that of the words is used again.
+        each, first = self._each, self._comm.rank * self._each
+        by_rank, mine = words[:, : n * each + 1 : each], words[:, first : first + each + 1]
+        return Routed(by_rank[:, 1:] - by_rank[:, :-1], mine[:, 1:] - mine[:, :-1])
+
+    @tensors.kept
+    def _memory_for(self, mine: Any) -> tuple[Any, Any]:
+        """Memory for words such as `mine` of all ranks, and its bytes."""
+        key = tensors.device_of(mine), mine.shape
+        if key not in self._told_in:
+            memory = mine.new_empty((self._size, *mine.shape))
+            self._told_in[key] = memory, tensors.as_bytes(memory)
+        return self._told_in[key]
 
     def _judge(self, call: Call, row: ArrayInfo, faults: list[int]) -> None:
         """Raise what ranks have told of."""
@@ -187,9 +208,9 @@ class RowExchange:
         found = dict(enumerate(faults))
         if ANOTHER_CALL in faults:
             raise call.failure("counts", other_calls(found, self._comm.name, row))
+        # All ranks know of it, and are in step.
         call.exchanged = True
-        if any(faults):
-            raise call.failure("counts", faults_told(found, self._comm.name, self._faults))
+        raise call.failure("counts", faults_told(found, self._comm.name, self._faults))
 
     @property
     def own_apart(self) -> bool:
@@ -208,7 +229,7 @@ class RowExchange:
         meanwhile: Callable[[], None] | None = None,
         own: Callable[[], None] | None = None,
         stream: Any = None,
-        pairs: Sequence[Sequence[int]] = (),
+        pairs: Any = None,
     ) -> None:
         """Send rows to ranks and receive theirs, as many as ranks have told each other.
 
@@ -226,7 +247,8 @@ class RowExchange:
             own: Called then in place of a copy of this rank's own rows, if they are `own_apart`.
             stream: Where on a GPU runs what does not wait for the network: that which has made
                 ``x``. None: the current one.
-            pairs: Rows from each rank to each, where there is peers' memory.
+            pairs: Rows from each rank to each, shape ``(ranks, ranks)``, where there is peers'
+                memory.
 
         Raises:
             CollectiveError: If anything goes wrong on the wire.
@@ -267,12 +289,12 @@ class RowExchange:
                     besides()
 
             if self._peers is not None:
-                sizes = [[k * width for k in row] for row in pairs]
+                sizes = (np.asarray(pairs) * width).tolist()
                 self._peers.exchange(call, parts, outs, info, sizes, at_once)
             else:
                 if self._session.fixed:
                     self._compare(call, flat, info)
-                self._messages.exchange(call, parts, outs, info, purpose, at_once)
+                self._messages.exchange(call, parts, outs, info, purpose, at_once, stream)
 
     def _compare(self, call: Call, x: Any, info: ArrayInfo) -> None:
         """On the host, have ranks compare what they make before rows move; a GPU is not waited for.

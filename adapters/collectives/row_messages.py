@@ -5,6 +5,9 @@ part is sent up to a capacity that the two sides have learnt from their earlier 
 call that sends the rest; what it needs is told before, and read by the host while bytes are in
 flight. What exceeds the capacity follows in a call of its own, which other ranks have no part in.
 So bits are always right, and no call of the network waits for the host, but the first of a kind.
+
+Two ranks gather both messages if these are about as long, where the transport is faster so. No
+message lies in place: behind it is what exceeds its capacity.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from ...formats.dtypes import BY_NAME, DType
 from ...formats.header import align
 from . import tensors
 from .calls import Call
-from .message_views import MessageViews
+from .message_views import MessageViews, alike, spare_of
 from .steps import Steps
 
 _INT64 = BY_NAME["int64"]
@@ -39,15 +42,66 @@ class Learnt:
 
     def __init__(self) -> None:
         self._shares: deque[float] = deque(maxlen=_REMEMBERED)
+        self._most = _FIRST
 
     def capacity(self, bound: int, raw_nbytes: int) -> int:
         """Bytes for the dynamic part of a message of elements of so many, at most `bound`."""
-        most = max(self._shares) * (1 + _SPARE) if self._shares else _FIRST
-        return min(bound, align(int(raw_nbytes * most)))
+        return min(bound, align(int(raw_nbytes * self._most)))
 
     def learn(self, need: int, raw_nbytes: int) -> None:
         """Note what a message has needed."""
         self._shares.append(need / raw_nbytes)
+        self._most = max(self._shares) * (1 + _SPARE)
+
+
+class Needs:
+    """What messages need, as ranks tell each other: int64, shape (2, ranks, 2), and views of it.
+
+    A need, and the same with the digest, by which damage and other calls are known.
+
+    Args:
+        ranks: How many there are.
+        like: Any tensor on the device.
+    """
+
+    @tensors.kept
+    def __init__(self, ranks: int, like: Any) -> None:
+        #: What ranks have told this one, and what it tells them.
+        self.both = tensors.empty((2, ranks, 2), _INT64, like)
+        self._mine = self.both[1]
+        self._flat = self._mine.view(-1)
+        self.theirs, self.mine = tensors.as_bytes(self.both[0]), tensors.as_bytes(self._mine)
+        self.on_host = not tensors.is_cuda(like)
+        with_digest = np.array([0, 1], np.int64)
+        self._mask = tensors.on_device(with_digest, tensors.device_of(like))
+        self._mark: Any = None
+        self._pending: tensors.PendingHostCopy | None = None
+
+    def fill(self, send: MessageViews, digest: int) -> None:
+        """Take this rank's from what is encoded."""
+        import torch
+
+        torch.index_select(send.words, 0, send.places, out=self._flat)
+        self._mine.add_(self._mask, alpha=digest)
+
+    def mark(self) -> None:
+        """Note that all are told when what is queued now on the current stream is over."""
+        import torch
+
+        if self._mark is None:
+            self._mark = torch.cuda.Event()
+        self._mark.record()
+
+    def arriving(self, stream: Any = None) -> tensors.PendingHostCopy:
+        """A copy to the host on a stream, behind the last `mark`.
+
+        None: on the current one, behind all that is queued there.
+        """
+        with tensors.on_stream(stream):
+            if stream is not None:
+                self._mark.wait()
+            self._pending = tensors.PendingHostCopy(self.both, self._pending)
+        return self._pending
 
 
 class PendingDigests(NamedTuple):
@@ -80,13 +134,15 @@ class RowMessages:
         self._comparisons = steps.comparisons
         self._transport = steps.session.transport
         self._rank, self._size = steps.session.rank, steps.session.size
+        pair = self._size == 2 and self._transport.pairs_gather
+        #: The other rank, where a gather moves what is alike.
+        self._peer = 1 - self._rank if pair else None
         #: By purpose, dtype and rank, of messages to it and from it.
         self._learnt: dict[tuple[str, DType, int, bool], Learnt] = {}
         #: Purposes, dtypes and shapes of rows of which there have been messages.
         self._known: set[tuple[str, DType, tuple[int, ...]]] = set()
-        self._masks: dict[Any, Any] = {}
+        self._needs: dict[Any, Needs] = {}
         self._spare: list[tensors.PendingHostCopy] = []
-        self._told: tensors.PendingHostCopy | None = None
 
     def exchange(
         self,
@@ -96,11 +152,13 @@ class RowMessages:
         info: ArrayInfo,
         purpose: str,
         meanwhile: Callable[[], None],
+        stream: Any = None,
     ) -> None:
         """Send `parts[j]`, 1-D, to rank j, and fill `outs[i]` with what rank i sends.
 
         Those of this rank itself are empty. `purpose` is what messages are alike in that need as
-        much, `meanwhile` is called when they are in flight.
+        much, `meanwhile` is called when they are in flight. On `stream` runs what does not wait for
+        them; None: the current one.
         """
         prefix = self._session.fixed
         send = self._views("send", parts, info.dtype, prefix)
@@ -111,7 +169,7 @@ class RowMessages:
             self._exchange_fixed(call, send, receive, digest, meanwhile)
         else:
             row = info.shape[1:]
-            self._exchange_learnt(call, send, receive, digest, purpose, row, meanwhile)
+            self._exchange_learnt(call, send, receive, digest, purpose, row, meanwhile, stream)
         call.raw_bytes += sum(send.raw)
         call.exchanged = True
         self._coding.decode_many(
@@ -120,7 +178,33 @@ class RowMessages:
 
     def _views(self, name: str, parts: Sequence[Any], dtype: DType, prefix: bool) -> MessageViews:
         plans = [self._memory.plan(dtype, part.shape[0]) for part in parts]
-        return self._memory.messages(name, plans, parts[0], prefix)
+        spare = 0, 0
+        if self._peer is not None:
+            source = self._peer if name == "receive" else None
+            spare = spare_of(plans[self._peer], prefix, source)
+        return self._memory.messages(name, plans, parts[0], prefix, spare)
+
+    def _move(
+        self,
+        call: Call,
+        send: MessageViews,
+        receive: MessageViews,
+        sent: Sequence[int],
+        came: Sequence[int],
+    ) -> None:
+        """Move messages with so many bytes of their dynamic parts, as both sides know."""
+        peer = self._peer
+        with call.stage("exchange"):
+            if peer is not None:
+                there, here = send.nbytes[peer] + sent[peer], receive.nbytes[peer] + came[peer]
+                if alike(there, here):
+                    longer = max(there, here)
+                    both = receive.both(peer, longer)
+                    self._transport.all_gather(both, send.longer(peer, longer))
+                    call.wire_bytes += longer
+                    return
+            self._transport.all_to_all_v(receive.upto(came), send.upto(sent))
+        call.wire_bytes += sum(send.nbytes) + sum(sent)
 
     def _exchange_fixed(
         self,
@@ -134,8 +218,8 @@ class RowMessages:
         with call.stage("exchange"):
             if send.some:
                 send.words.index_fill_(0, send.places, digest)
-            self._transport.all_to_all_v(receive.whole, send.whole)
-        call.wire_bytes += sum(send.nbytes)
+        nothing = [0] * self._size
+        self._move(call, send, receive, nothing, nothing)
         meanwhile()
         if not receive.some:
             return
@@ -157,42 +241,42 @@ class RowMessages:
         purpose: str,
         row: tuple[int, ...],
         meanwhile: Callable[[], None],
+        stream: Any,
     ) -> None:
         """Messages with dynamic parts, up to what has been learnt; then what exceeds that."""
-        import torch
-
-        n = self._size
-        with call.stage("sizes"):
-            both = send.words.new_empty((2, n, 2))
-            theirs, mine = both
-            # A need, and the same with the digest, by which damage and other calls are known.
-            torch.index_select(send.words, 0, send.places, out=mine.view(-1))
-            mine.add_(self._mask(mine), alpha=digest)
-            self._transport.all_to_all(tensors.as_bytes(theirs), tensors.as_bytes(mine))
-            self._told = arriving = tensors.PendingHostCopy(both, self._told)
-        sent = self._capacities(send, purpose, True)
-        came = self._capacities(receive, purpose, False)
+        words, pending = self._needs_on(receive.memory), None
         # Over gloo more bytes than are expected end a process. The host would wait for a GPU, and
         # does so before the first messages of a kind.
         kind = purpose, receive.plans[0].dtype, row
-        early = arriving.on_host or kind not in self._known
-        told = self._needs(call, receive, arriving, digest) if early else None
+        early = words.on_host or kind not in self._known
+        with call.stage("sizes"):
+            words.fill(send, digest)
+            self._transport.all_to_all(words.theirs, words.mine)
+            if early or stream is None:
+                pending = words.arriving()
+            else:
+                words.mark()
+        sent = self._capacities(send, purpose, True)
+        came = self._capacities(receive, purpose, False)
+        told = self._told(call, receive, pending, digest) if early and pending else None
         self._known.add(kind)
-        with call.stage("exchange"):
-            self._transport.all_to_all_v(receive.upto(came), send.upto(sent))
+        self._move(call, send, receive, sent, came)
+        if pending is None:
+            # Messages do not wait until the host has queued this.
+            pending = words.arriving(stream)
         meanwhile()
         if told is None:
-            told = self._needs(call, receive, arriving, digest)
+            told = self._told(call, receive, pending, digest)
         came_needs, needs = told
         outs = self._behind(receive, came, came_needs, purpose, False)
         xs = self._behind(send, sent, needs, purpose, True)
-        call.wire_bytes += _TOLD * (n - 1) + sum(send.nbytes) + sum(sent)
+        call.wire_bytes += _TOLD * (self._size - 1)
         call.wire_bytes += sum(piece.shape[0] for pieces in xs for piece in pieces)
         if any(outs) or any(xs):
             with call.stage("dynamic"):
                 self._transport.all_to_all_v(outs, xs)
 
-    def _needs(
+    def _told(
         self, call: Call, receive: MessageViews, arriving: tensors.PendingHostCopy, digest: int
     ) -> tuple[list[int], list[int]]:
         """Dynamic bytes of messages from each rank, and to it."""
@@ -242,12 +326,16 @@ class RowMessages:
         return found
 
     def _learnt_of(self, purpose: str, dtype: DType, rank: int, leaves: bool) -> Learnt:
-        return self._learnt.setdefault((purpose, dtype, rank, leaves), Learnt())
+        key = purpose, dtype, rank, leaves
+        found = self._learnt.get(key)
+        if found is None:
+            found = self._learnt[key] = Learnt()
+        return found
 
-    def _mask(self, like: Any) -> Any:
-        """Where the digest is added: int64, shape (2,)."""
+    def _needs_on(self, like: Any) -> Needs:
+        """Those on the device of `like`."""
         device = tensors.device_of(like)
-        if device not in self._masks:
-            with_digest = np.array([0, 1], np.int64)
-            self._masks[device] = tensors.kept(tensors.on_device)(with_digest, device)
-        return self._masks[device]
+        found = self._needs.get(device)
+        if found is None:
+            found = self._needs[device] = Needs(self._size, like)
+        return found

@@ -361,6 +361,14 @@ def on_stream(stream: Any) -> AbstractContextManager[Any]:
     return found
 
 
+def follow(stream: Any) -> None:
+    """Have what is queued from now on wait for what is queued on a stream, None: for nothing."""
+    if stream is not None:
+        import torch
+
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+
 def synchronize(x: Any) -> None:
     """Wait for what is queued on the GPU of `x`, if it is on one."""
     stream = current_stream(x)

@@ -81,22 +81,32 @@ class WorkMemory:
             return found
 
     @tensors.kept
-    def messages(self, name: str, plans: Sequence[Plan], like: Any, prefix: bool) -> MessageViews:
-        """Messages of these plans, which `plan` has made, in the memory called `name`, laid out."""
+    def messages(
+        self,
+        name: str,
+        plans: Sequence[Plan],
+        like: Any,
+        prefix: bool,
+        spare: tuple[int, int] = (0, 0),
+    ) -> MessageViews:
+        """Messages of these plans, which `plan` has made, in the memory called `name`, laid out.
+
+        What is `spare` follows from the name and the plans.
+        """
         with self._lock:
             key = (name, tensors.device_of(like), tuple(map(id, plans)), prefix)
             found: MessageViews | None = self._layouts.get(key)
             if found is None:
                 if len(self._layouts) >= _KEPT:
                     self._layouts.clear()
-                nbytes = MessageViews.nbytes_of(plans, prefix)
+                nbytes = MessageViews.nbytes_of(plans, prefix) + sum(spare)
                 # Sizes differ from call to call: not each that is a little larger takes new memory.
                 before = self._memories.get(key[:2])
                 memory = self.scratch(name, tensors.rounded(nbytes, _STEPS), like)
                 if memory is not before:
                     # Bytes between parts are sent, too.
                     memory[:] = 0
-                found = self._layouts[key] = MessageViews(list(plans), memory, prefix)
+                found = self._layouts[key] = MessageViews(list(plans), memory, prefix, spare)
             self.hold(name, found)
             return found
 

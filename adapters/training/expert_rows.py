@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -68,14 +69,14 @@ class Blocks(NamedTuple):
 
     def ordered(self, x: Any) -> Any:
         """`x`, rows as they arrive, by expert."""
-        found = list(x.split(self.sizes))
+        found = list(x.split_with_sizes(self.sizes))
         for place, piece in zip(self.places, tuple(found), strict=True):
             found[place] = piece
         return torch.cat(found)
 
     def undone(self, x: Any) -> Any:
         """`x`, rows by expert, as they arrive."""
-        pieces = x.split(self.by_expert)
+        pieces = x.split_with_sizes(self.by_expert)
         return torch.cat([pieces[place] for place in self.places])
 
     def put(self, x: Any, by_expert: Any, *, own: bool, back: bool = False) -> None:
@@ -83,9 +84,10 @@ class Blocks(NamedTuple):
 
         These are the rows of this rank itself alone, or those of all others.
         """
-        numbers = [k for k in range(len(self.sizes)) if (k in self.own) == own]
-        places = by_expert.split(self.by_expert)
-        pieces = x.split([self.sizes[k] for k in numbers])
+        before, behind = range(self.own.start), range(self.own.stop, len(self.sizes))
+        numbers = [*self.own] if own else [*before, *behind]
+        places = by_expert.split_with_sizes(self.by_expert)
+        pieces = x.split_with_sizes([self.sizes[k] for k in numbers])
         rows = [(p, places[self.places[k]]) for p, k in zip(pieces, numbers, strict=True)]
         rows = [pair for pair in rows if pair[0].shape[0]]
         if rows:
@@ -149,12 +151,15 @@ class Copies(NamedTuple):
         return strange.long() + 2 * infinite.long()
 
 
-def faults_of(words: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def faults_of(words: npt.NDArray[np.int64]) -> list[int]:
     """Bits of what is wrong with `Copies` of which `words` tell, shape (ranks, words)."""
-    strange = (words[:, 0] != 0) | (words[:, -3] != words[:, -2])
-    infinite = ~np.isfinite(words[:, -1].view(np.float64))
-    bits: npt.NDArray[np.int64] = strange + 2 * infinite
-    return bits
+    # Of a few ranks NumPy would take longer, and the network waits for this.
+    begins, ends, copies = (words[:, k].tolist() for k in (0, -3, -2))
+    weights = words[:, -1].view(np.float64).tolist()
+    return [
+        (begin != 0 or end != every) + 2 * (not math.isfinite(weight))
+        for begin, end, every, weight in zip(begins, ends, copies, weights, strict=True)
+    ]
 
 
 def has_kernels(x: Any) -> bool:
@@ -266,23 +271,35 @@ class Rows:
             self._kept["experts", choices.device] = numbers
         return Copies.of(choices, weights, numbers)
 
-    def splits(self, x: Any, copies: Copies) -> tuple[Splits, Any]:
-        """Tell all ranks of `copies` of rows like those of `x`; also what has been made of these.
+    def spread(self, x: Any, copies: Copies, know: Callable[[Splits], None]) -> tuple[Any, Splits]:
+        """Send the copies of rows of `x`; returns those that arrive, by expert, and how many go.
 
-        That is for `spread`.
+        `know` is called with these numbers when rows are in flight.
         """
-        info, stream, made = describe(x), tensors.current_stream(x), []
+        info, stream = describe(x), tensors.current_stream(x)
+        made: list[Any] = []
+        found: list[Any] = []
 
         def gather() -> None:
             with tensors.on_stream(stream):
                 made.append(x.index_select(0, copies.rows))
 
-        found = _made(
-            self._channel, lambda: self._rows.routed(info, copies.words, faults_of, gather), x
-        )
-        sends, receives = found.sent.sum(1).tolist(), found.table.sum(1).tolist()
-        blocks = _blocks(found.table, range(len(sends)), self._rank)
-        return Splits(sends, receives, found.table, blocks, found.pairs), made[0]
+        def call() -> None:
+            pairs, table = self._rows.routed(info, copies.words, faults_of, gather)
+            self._channel.count()
+            sends, receives = pairs[self._rank].tolist(), pairs[:, self._rank].tolist()
+            blocks = _blocks(table, tuple(range(len(sends))), self._rank)
+            splits = Splits(sends, receives, table, blocks, pairs)
+            with tensors.on_stream(stream):
+                moving, finish = self._laid(made[0], splits, False, lambda: know(splits), stream)
+            tensors.follow(stream)
+            moving()
+            found.extend((finish, splits))
+
+        # While the host changes streams the network is idle, so all of it changes once.
+        self._channel.run_here(x, call)
+        finish, splits = found
+        return finish(), splits
 
     def inverse(self, copies: Copies) -> Any:
         """The place of each copy."""
@@ -302,59 +319,59 @@ class Rows:
             self._kept["numbers", device] = known
         return known[:count]
 
-    def spread(
-        self, x: Any, copies: Copies, splits: Splits, made: Any, meanwhile: Callable[[], None]
-    ) -> Any:
-        """Send the copies of rows of `x`; returns those that arrive, by expert.
+    def move(self, x: Any, splits: Splits, *, back: bool = False) -> Any:
+        """Send copies, by expert; returns those that arrive, by expert. `back`: the other way."""
+        moving, finish = self._laid(x, splits, back, None, tensors.current_stream(x))
+        self._channel.run_here(x, moving)
+        return finish()
 
-        `made` is what `splits` has given; `meanwhile` is called when they are in flight.
-        """
-        return self.move(made, splits, meanwhile=meanwhile)
-
-    def move(
+    def _laid(
         self,
         x: Any,
         splits: Splits,
-        *,
-        back: bool = False,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Any:
-        """Send copies, by expert; returns those that arrive, by expert. `back`: the other way."""
+        back: bool,
+        meanwhile: Callable[[], None] | None,
+        stream: Any,
+    ) -> tuple[Callable[[], None], Callable[[], Any]]:
+        """What moves copies, on the stream of the channel, and what then returns those of `move`.
+
+        `meanwhile` and `stream` are as `RowExchange.move` takes them.
+        """
         leave, come, blocks = splits.sends, splits.receives, splits.blocks
         if back:
             leave, come = come, leave
         elsewhere = x.shape[1:]
-        options: dict[str, Any] = {"meanwhile": meanwhile, "stream": tensors.current_stream(x)}
+        options: dict[str, Any] = {"meanwhile": meanwhile, "stream": stream}
         options["purpose"] = "back" if back else "there"
-        options["pairs"] = (splits.pairs.T if back else splits.pairs).tolist()
-        moving: Callable[..., None] = functools.partial(self._move, **options)
+        options["pairs"] = splits.pairs.T if back else splits.pairs
+        move = functools.partial(self._rows.move, **options)
+        out = x.new_empty((sum(come), *elsewhere))
         if blocks is None or not self._rows.own_apart:
-            x = blocks.undone(x) if blocks is not None and back else x
-            out = x.new_empty((sum(come), *elsewhere))
-            moving(x, out, leave, come)
-            return blocks.ordered(out) if blocks is not None and not back else out
+            finish: Callable[[], Any] = lambda: out  # noqa: E731
+            if blocks is not None and back:
+                x = blocks.undone(x)
+            elif blocks is not None:
+                finish = functools.partial(blocks.ordered, out)
+            return functools.partial(move, x, out, leave, come), finish
         # What a rank has for itself is copied while the others' rows are in flight.
         rank, own_rows = self._rank, leave[self._rank]
         alone = [0 if i == rank else n for i, n in enumerate(splits.receives)]
         begin = sum(splits.sends[:rank])
         others = x.new_empty((sum(alone), *elsewhere))
-        out = x.new_empty((sum(come), *elsewhere))
         copies, by_expert = (out, x) if back else (x, out)
         own = copies[begin : begin + own_rows]
-        put_own = functools.partial(blocks.put, own, by_expert, own=True, back=back)
+        move = functools.partial(
+            move, own=functools.partial(blocks.put, own, by_expert, own=True, back=back)
+        )
         if back:
             blocks.put(others, x, own=False, back=True)
-            moving(others, out, alone, come, own=put_own)
-        else:
-            moving(x, others, leave, alone, own=put_own)
-            blocks.put(others, out, own=False)
-        return out
+            return functools.partial(move, others, out, alone, come), lambda: out
 
-    def _move(
-        self, x: Any, out: Any, leave: Sequence[int], come: Sequence[int], **options: Any
-    ) -> None:
-        """Move rows on the stream of the channel."""
-        self._channel.run_here(out, lambda: self._rows.move(x, out, leave, come, **options))
+        def ordered() -> Any:
+            blocks.put(others, out, own=False)
+            return out
+
+        return functools.partial(move, x, others, leave, alone), ordered
 
 
 class NodeRows(Rows):
@@ -375,8 +392,8 @@ class NodeRows(Rows):
         self._far = RowExchange(comm.between, nodes * (2 + ranks * self._each), None)
         self._near = RowExchange(comm.within, ranks * nodes * (1 + self._each), None)
 
-    def splits(self, x: Any, copies: Copies) -> tuple[Splits, Any]:
-        """As `Rows.splits`; nothing has been made."""
+    def _splits(self, x: Any, copies: Copies) -> Splits:
+        """Tell all ranks of `copies` of rows like those of `x`."""
         info, device = describe(x), x.device
         nodes, ranks, each = *self._shape, self._each
         # Numbers of no expert are told of as a fault.
@@ -416,9 +433,9 @@ class NodeRows(Rows):
             single=not far.table[:, 0].any(),
         )
         table = near.table.reshape(ranks, nodes, 1 + each)[:, :, 1:]
-        arrival = np.arange(nodes * ranks).reshape(nodes, ranks).T.reshape(-1).tolist()
+        arrival = tuple(m * ranks + n for n in range(ranks) for m in range(nodes))
         by_rank = table.reshape(-1, each)
-        found = Splits(
+        return Splits(
             sends=sent.sum(2).reshape(-1).tolist(),
             receives=table.sum(2).T.reshape(-1).tolist(),
             table=by_rank,
@@ -427,16 +444,14 @@ class NodeRows(Rows):
             passing=passing,
             local=table.sum((1, 2)).tolist(),
         )
-        return found, None
 
-    def spread(
-        self, x: Any, copies: Copies, splits: Splits, made: Any, meanwhile: Callable[[], None]
-    ) -> Any:
+    def spread(self, x: Any, copies: Copies, know: Callable[[Splits], None]) -> tuple[Any, Splits]:
         """As `Rows.spread`."""
+        splits = self._splits(x, copies)
+        know(splits)
         way: Passing = splits.passing
         if way.single:
-            return self.move(x.index_select(0, copies.rows), splits, meanwhile=meanwhile)
-        meanwhile()
+            return self.move(x.index_select(0, copies.rows), splits), splits
         rows = x.index_select(0, way.distinct)
         out = x.new_empty((sum(splits.receives), *x.shape[1:]))
 
@@ -454,19 +469,10 @@ class NodeRows(Rows):
                 self._inward(steps, came.index_select(0, index), out, splits)
 
         self._channel.run_here(out, call)
-        return out if splits.blocks is None else splits.blocks.ordered(out)
+        return (out if splits.blocks is None else splits.blocks.ordered(out)), splits
 
-    def move(
-        self,
-        x: Any,
-        splits: Splits,
-        *,
-        back: bool = False,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Any:
+    def move(self, x: Any, splits: Splits, *, back: bool = False) -> Any:
         """As `Rows.move`."""
-        if meanwhile is not None:
-            meanwhile()
         way, blocks = splits.passing, splits.blocks
         x = blocks.undone(x) if back and blocks is not None else x
         out = x.new_empty((sum(splits.sends if back else splits.receives), *x.shape[1:]))
@@ -548,19 +554,22 @@ def _made(channel: Channel, call: Any, like: Any) -> Any:
     return found[0]
 
 
-def _blocks(table: npt.NDArray[np.int64], arrival: Sequence[int], rank: int) -> Blocks | None:
+def _blocks(table: npt.NDArray[np.int64], arrival: tuple[int, ...], rank: int) -> Blocks | None:
     """The blocks of rows for each expert from ranks in the order of their `arrival`."""
     ranks, each = table.shape
     if ranks == 1 or (each == 1 and all(a < b for a, b in itertools.pairwise(arrival))):
         return None
-    numbers = np.arange(ranks * each).reshape(each, ranks)
-    places = numbers.T[list(arrival)]
-    wanted = np.empty(ranks * each, np.int64)
-    wanted[places] = table
-    own = list(arrival).index(rank) * each
-    return Blocks(
-        table.reshape(-1).tolist(),
-        wanted.tolist(),
-        places.reshape(-1).tolist(),
-        range(own, own + each),
-    )
+    places, own = _places(arrival, each, rank)
+    sizes = table.reshape(-1).tolist()
+    wanted = [0] * len(sizes)
+    for place, size in zip(places, sizes, strict=True):
+        wanted[place] = size
+    return Blocks(sizes, wanted, places, own)
+
+
+@functools.lru_cache(maxsize=64)
+def _places(arrival: tuple[int, ...], each: int, rank: int) -> tuple[list[int], range]:
+    """The places by expert of blocks as they arrive, and the numbers of this rank's own."""
+    places = [k * len(arrival) + source for source in arrival for k in range(each)]
+    first = arrival.index(rank) * each
+    return places, range(first, first + each)

@@ -59,6 +59,10 @@ class Channel:
 
     def _counted(self, call: Callable[[], None], collectives: int) -> None:
         call()
+        self.count(collectives)
+
+    def count(self, collectives: int = 1) -> None:
+        """Add the bytes of the last calls. `run` and `run_here` do so at the end of theirs."""
         for record in self.comm.trace(last=collectives):
             self.raw_bytes += record.raw_bytes
             self.wire_bytes += record.wire_bytes

@@ -318,22 +318,17 @@ class ExpertParallel(AllToAll):
         """
         _check_routing(x, routing)
         copies = self._there.copies(*routing)
-        splits, made = self._there.splits(x.detach(), copies)
         known: list[Any] = []
 
-        def know() -> None:
-            known.append(tensors.on_device(splits.table.sum(0), x.device))
-            known.append(self._there.inverse(copies))
+        def know(splits: Splits) -> None:
+            counts = splits.table.sum(0)
+            on_device = tensors.on_device(counts, x.device)
+            known.extend((splits, counts.tolist(), on_device, self._there.inverse(copies)))
 
-        rows = _Copied.apply(x, self._there, self._back, copies, splits, made, know, known)
-        return Dispatched(
-            rows,
-            splits.table.sum(0).tolist(),
-            known[0],
-            routing,
-            splits,
-            Order(copies.index, known[1]),
-        )
+        rows = _Copied.apply(x, self._there, self._back, copies, know, known)
+        splits, counts, on_device, inverse = known
+        order = Order(copies.index, inverse)
+        return Dispatched(rows, counts, on_device, routing, splits, order)
 
     def combine(self, y: Any, dispatched: Dispatched) -> Any:
         """Send the results of experts back, and add up those of each token by its weights.
@@ -547,8 +542,7 @@ class _Filled(torch.autograd.Function):  # type: ignore[misc]
 class _Copied(torch.autograd.Function):  # type: ignore[misc]
     """The copies that arrive of those of `x` that `there` sends; gradients come by `back`.
 
-    `made` is what is known of them, and `know` adds to `known`, its second the inverse of their
-    order.
+    `know` adds to `known`: how many go which way, last the inverse of their order.
 
     The gradient of a row is the sum over its copies, in the order of their experts' ranks among
     the `top_k`: the same bits every time.
@@ -561,13 +555,11 @@ class _Copied(torch.autograd.Function):  # type: ignore[misc]
         there: Rows,
         back: Rows,
         copies: Copies,
-        splits: Splits,
-        made: Any,
-        know: Callable[[], None],
+        know: Callable[[Splits], None],
         known: list[Any],
     ) -> Any:
-        found = there.spread(x.detach(), copies, splits, made, know)
-        ctx.save_for_backward(known[1])
+        found, splits = there.spread(x.detach(), copies, know)
+        ctx.save_for_backward(known[-1])
         ctx.top_k = copies.choices.shape[1]
         ctx.back, ctx.splits = back, splits
         return found
@@ -580,9 +572,9 @@ class _Copied(torch.autograd.Function):  # type: ignore[misc]
         kernels = weighted_rows.kernels_for(found) if found.dim() == 2 else None
         if kernels is not None:
             with torch.cuda.device_of(found):
-                return kernels.weighted_sum(found, None, inverse, ctx.top_k), *[None] * 7
+                return kernels.weighted_sum(found, None, inverse, ctx.top_k), *[None] * 5
         copies = found.index_select(0, inverse).unflatten(0, (-1, ctx.top_k))
-        return copies.sum(1), *[None] * 7
+        return copies.sum(1), *[None] * 5
 
 
 def _check_routing(x: Any, routing: Routing) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from expert_layers import WIDTH, Expert, dense, layer_of, tokens, trained  # noq
 from tightwire.adapters.collectives import coding, message_views, tensors  # noqa: E402
 from tightwire.adapters.collectives.chunk_views import DESCRIPTOR_NBYTES  # noqa: E402
 from tightwire.adapters.collectives.cost import Choice  # noqa: E402
+from tightwire.adapters.collectives.side_stream import SideStream  # noqa: E402
 from tightwire.adapters.training import expert_rows, moe, weighted_rows  # noqa: E402
 from tightwire.adapters.transports.threads import ThreadTransport, connect, run_ranks  # noqa: E402
 
@@ -151,6 +153,7 @@ def test_own_rows_are_exact_where_ranks_choose(monkeypatch: pytest.MonkeyPatch) 
         assert [torch.equal(part, x[parallel.rank :: 2]) for part in parts] == [
             rank == parallel.rank for rank in range(2)
         ]
+        assert parallel.wire_bytes == sum(record.wire_bytes for record in parallel.trace())
 
     run_ranks(2, task)
 
@@ -591,6 +594,16 @@ def test_kernels_order_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled for the GPU here")
+    from tightwire.codecs.common import order_triton
+
+    ordered, lock = order_triton.ordered, threading.Lock()
+
+    def one_by_one(*args: Any) -> Any:
+        # Triton's interpreter changes what threads share.
+        with lock:
+            return ordered(*args)
+
+    monkeypatch.setattr(order_triton, "ordered", one_by_one)
 
     def task(transport: ThreadTransport) -> list[Any]:
         parallel = parallel_of(transport, 6)
@@ -636,6 +649,31 @@ def test_as_many_launches_for_any_number_of_ranks(
     assert found[0] == found[1] == found[2]
     # Two or three launches encode, and two decode.
     assert len(found[0][0]) == (5 if codec == "zipccl" else 4)
+
+
+@pytest.mark.parametrize("codec", ["zipccl", "mx"])
+def test_an_exchange_changes_streams_once(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all its bytes are counted."""
+    changes: list[int] = []
+    run_here = SideStream.run_here
+
+    def note(*args: Any) -> None:
+        changes.append(1)
+        run_here(*args)
+
+    monkeypatch.setattr(SideStream, "run_here", note)
+    parallel = parallel_of(Alone(2), 4, codec)
+    routing = moe.Routing(torch.arange(80).view(40, 2) % 4, torch.ones(40, 2))
+    x = torch.ones(40, WIDTH, dtype=torch.bfloat16).requires_grad_()
+    came = parallel.dispatch(x, routing)
+    assert len(changes) == 1
+    y = parallel.combine(came.rows, came)
+    assert len(changes) == 2
+    y.sum().backward()
+    assert len(changes) == 4
+    records = parallel.trace()
+    assert [record.collective for record in records] == ["row_counts"] + 4 * ["all_to_all"]
+    assert parallel.wire_bytes == sum(record.wire_bytes for record in records)
 
 
 def everything(device: Any) -> dict[str, Any]:

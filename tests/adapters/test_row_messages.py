@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +13,23 @@ import tightwire as tw
 
 torch = pytest.importorskip("torch")
 
-from expert_layers import trained  # noqa: E402
+from expert_layers import tokens, trained  # noqa: E402
+from tightwire.adapters.collectives import row_messages, tensors  # noqa: E402
+from tightwire.adapters.collectives.chunk_views import DESCRIPTOR_NBYTES  # noqa: E402
+from tightwire.adapters.collectives.message_views import (  # noqa: E402
+    MessageViews,
+    alike,
+    spare_of,
+)
 from tightwire.adapters.collectives.row_exchange import RowExchange  # noqa: E402
-from tightwire.adapters.collectives.row_messages import Learnt  # noqa: E402
+from tightwire.adapters.collectives.row_messages import Learnt, Needs  # noqa: E402
 from tightwire.adapters.training import moe  # noqa: E402
 from tightwire.adapters.transports.peer import connect_threads  # noqa: E402
 from tightwire.adapters.transports.threads import ThreadTransport, run_ranks  # noqa: E402
+from tightwire.formats.header import ALIGN  # noqa: E402
 
 WIDTH = 256
+DTYPE = torch.bfloat16
 
 
 class Counting(ThreadTransport):
@@ -33,6 +43,21 @@ class Counting(ThreadTransport):
         self.calls += 1
         self.nbytes += sum(int(x.shape[0]) for row in xs for x in row)
         super().all_to_all_v(outs, xs)
+
+
+class Gathering(Counting):
+    """As GPUs over NCCL: two ranks gather faster than they send and receive."""
+
+    pairs_gather = True
+
+    def __init__(self, inner: ThreadTransport) -> None:
+        super().__init__(inner)
+        self.gathers = 0
+
+    def all_gather(self, out: Any, x: Any) -> None:
+        self.gathers += 1
+        self.nbytes += int(x.shape[0])
+        super().all_gather(out, x)
 
 
 def rows_of(seed: int, count: int, hard: bool) -> Any:
@@ -130,6 +155,127 @@ def test_uneven_rows(table: list[list[int]], hard: bool) -> None:
 EQUAL_2 = [[30, 30]] * 2
 
 
+def gathered(
+    calls: list[tuple[list[list[int]], list[bool]]], codec: str = "zipccl"
+) -> list[tuple[int, int]]:
+    """As `exchanged`, of two ranks that may gather; of each call the gathers, and other calls."""
+
+    def task(transport: ThreadTransport) -> list[tuple[int, int]]:
+        network = Gathering(transport)
+        exchange = RowExchange(tw.Communicator(network, codec), 2, [])
+        found = []
+        for table, hard in calls:
+            before = network.gathers, network.calls, network.nbytes
+            same = swapped(exchange, table, hard)
+            assert same or codec != "zipccl"
+            found.append((network.gathers - before[0], network.calls - before[1]))
+            told = 16 if codec == "zipccl" else DESCRIPTOR_NBYTES
+            (record,) = exchange._session.trace(last=1)
+            assert record.wire_bytes == network.nbytes - before[2] + told
+        return found
+
+    first, second = run_ranks(2, task)
+    assert first == second
+    return first
+
+
+def test_two_ranks_gather_what_is_alike() -> None:
+    easy, hard, mixed = [False] * 2, [True] * 2, [True, False]
+    tables = [EQUAL_2, [[0, 64], [62, 9]], [[7, 62], [64, 0]], [[0, 64], [32, 0]], [[9, 9], [0, 0]]]
+    calls = [(table, easy) for table in tables]
+    assert gathered(calls) == [(1, 0), (1, 0), (1, 0), (0, 1), (0, 1)]
+    # What exceeds a capacity is sent, though the gather has filled the memory around messages.
+    assert gathered([(EQUAL_2, hard)] * 3) == [(1, 1), (1, 0), (1, 0)]
+    assert gathered([(EQUAL_2, mixed), (EQUAL_2, easy)])[0] == (1, 1)
+    assert gathered([(EQUAL_2, mixed[::-1]), (EQUAL_2, easy)])[0] == (1, 1)
+
+
+def test_two_ranks_gather_messages_without_dynamic_parts() -> None:
+    tables = [EQUAL_2, [[0, 640], [620, 9]], [[7, 620], [640, 0]], [[0, 64], [32, 0]], EQUAL_2]
+    found = gathered([(table, [False] * 2) for table in tables], "mx")
+    # Descriptors are compared on the host before rows move.
+    assert [count for _, count in found] == [0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_of_gathers(rank: int, prefix: bool) -> None:
+    """It holds the longest messages that are alike, and buffers lie where they are decoded from."""
+    peer = 1 - rank
+    codec = tw.codec("zipccl")
+    for nelem in (1, 300, 50_000):
+        plans = [codec.plan((nelem if i == peer else 0,), "bfloat16") for i in range(2)]
+        bound = plans[peer].nbytes + prefix * ALIGN
+        longest = bound * 16 // 15 // ALIGN * ALIGN
+        assert alike(bound // 2, bound // 2 * 16 // 15)
+        assert not alike(bound, longest + ALIGN + 16)
+        for source in (None, peer):
+            spare = spare_of(plans[peer], prefix, source)
+            nbytes = MessageViews.nbytes_of(plans, prefix) + sum(spare)
+            memory = torch.zeros(nbytes, dtype=torch.uint8)
+            views = MessageViews(plans, memory, prefix, spare)
+            message = views.longer(peer, longest)
+            assert message.shape[0] == longest
+            assert message[prefix * ALIGN :].data_ptr() == views.data[peer].data_ptr()
+            if source is not None:
+                both = views.both(peer, longest)
+                assert both.shape[0] == 2 * longest
+                assert both[peer * longest :].data_ptr() == message.data_ptr()
+    assert not alike(0, 0)
+    assert not alike(0, 128)
+
+
+@pytest.mark.parametrize(("codec", "capacity"), [("zipccl", None), ("zipccl", 0), ("mx", None)])
+def test_a_layer_has_the_same_bits_by_gathers(
+    codec: str, capacity: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if capacity is not None:
+        monkeypatch.setattr(Learnt, "capacity", lambda *args: capacity)
+
+    def evenly(network: Counting) -> list[Any]:
+        """Rows and gradients of a layer that sends as many tokens to each expert."""
+        parallel = moe.ExpertParallel(tw.Communicator(network, codec), experts=4)
+        x, _ = tokens(network.rank, 4, DTYPE, 200)
+        routing = moe.Routing((torch.arange(400) % 4).view(200, 2), torch.ones(200, 2))
+        for _ in range(2):
+            x.grad = None
+            came = parallel.dispatch(x, routing)
+            y = parallel.combine(came.rows * 2, came)
+            y.square().sum().backward()
+        return [came.rows.detach(), y.detach(), x.grad]
+
+    def task(transport: ThreadTransport) -> None:
+        network, plain = Gathering(transport), Counting(transport)
+        for a, b in zip(evenly(network), evenly(plain), strict=True):
+            assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+        # Numbers of rows are gathered twice, the capacities of 0 exceeded eight times.
+        assert network.calls == (0 if capacity is None else 8)
+        assert network.gathers >= 2 + 8
+        assert plain.calls == (8 if capacity is None else 16)
+
+    run_ranks(2, task)
+
+
+def test_damage_in_a_gather_names_the_rank() -> None:
+    class Damaged(Gathering):
+        def _take(self, kind: str, source: int, out: Any) -> None:
+            super()._take(kind, source, out)
+            if kind == "all_gather" and source == 1 and out.shape[0] > 4096:
+                out[out.shape[0] // 2] ^= 4
+
+    def task(transport: ThreadTransport) -> None:
+        network = Gathering(transport) if transport.rank else Damaged(transport)
+        exchange = RowExchange(tw.Communicator(network), 2, [])
+        if transport.rank:
+            assert swapped(exchange, EQUAL_2, [False] * 2)
+            return
+        with pytest.raises(tw.CollectiveError, match="from rank 1") as caught:
+            swapped(exchange, EQUAL_2, [False] * 2)
+        assert caught.value.stage == "decode"
+
+    run_ranks(2, task)
+
+
 def test_what_is_alike_is_learnt_together() -> None:
     """Tokens and results are not."""
 
@@ -145,9 +291,10 @@ def test_what_is_alike_is_learnt_together() -> None:
 
 
 @pytest.mark.parametrize("codec", ["zipccl", "mx"])
-def test_a_rank_in_another_call_is_named(codec: str) -> None:
+@pytest.mark.parametrize("network", [Counting, Gathering])
+def test_a_rank_in_another_call_is_named(codec: str, network: type[Counting]) -> None:
     def task(transport: ThreadTransport) -> None:
-        comm = tw.Communicator(transport, codec)
+        comm = tw.Communicator(network(transport), codec)
         exchange = RowExchange(comm, 2, [])
         x, out = rows_of(0, 60, False), torch.empty(60, WIDTH, dtype=torch.bfloat16)
         if transport.rank:
@@ -177,6 +324,50 @@ def test_a_layer_has_the_same_bits_whatever_exceeds(monkeypatch: pytest.MonkeyPa
         assert counting.calls == 8
 
     run_ranks(3, task)
+
+
+def test_on_a_gpu_messages_are_queued_before_needs_are_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But for the first ones."""
+
+    class Noting(Needs):
+        did: list[Any]
+
+        def __init__(self, ranks: int, like: Any) -> None:
+            super().__init__(ranks, like)
+            self.on_host, self.did = False, []
+
+        def mark(self) -> None:
+            self.did.append("mark")
+
+        def arriving(self, stream: Any = None) -> Any:
+            self.did.append(stream)
+            return super().arriving()
+
+    class Network(Counting):
+        did: Any = None
+
+        def all_to_all_v(self, outs: Any, xs: Any) -> None:
+            self.did.append("messages")
+            super().all_to_all_v(outs, xs)
+
+    monkeypatch.setattr(row_messages, "Needs", Noting)
+    monkeypatch.setattr(tensors, "on_stream", lambda stream: contextlib.nullcontext())
+
+    def task(transport: ThreadTransport) -> None:
+        network = Network(transport)
+        exchange = RowExchange(tw.Communicator(network), 2, [])
+        x, out = rows_of(0, 60, True), torch.empty(60, WIDTH, dtype=DTYPE)
+        needs: Any = exchange._messages._needs_on(x)
+        network.did = needs.did
+        for _ in range(2):
+            exchange.move(x, out, [30, 30], [30, 30], stream="another")
+        exchange.move(x, out, [30, 30], [30, 30])
+        first, second = [None, "messages", "messages"], ["mark", "messages", "another"]
+        assert network.did == [*first, *second, None, "messages"]
+
+    run_ranks(2, task)
 
 
 def test_capacities() -> None:
