@@ -172,7 +172,8 @@ def ordered(choices: torch.Tensor, weights: torch.Tensor, experts: int) -> Order
     _count(weights.dtype, bins, block).launch(programs, given, copies, each, experts)
     numbers = copies, each, experts, choices.shape[1]
     _place(bins, block).launch(programs, (orders, words, counts, choices), *numbers)
-    return Ordered(*orders.unbind(0), words)
+    index, rows, inverse = orders.unbind(0)
+    return Ordered(index, rows, inverse, words)
 
 
 @functools.cache
