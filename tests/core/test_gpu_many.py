@@ -52,7 +52,7 @@ KEYED = ("thc", "dynamiq")
 MERGED: list[tuple[str, dict[str, Any], tuple[int, int]]] = [
     ("huffman", {}, (6, 3)),
     ("tahquant", {"hidden": 100}, (4, 3)),
-    ("dynamiq", {}, (12, 5)),
+    ("dynamiq", {}, (11, 5)),
     ("thc", {}, (3, 2)),
     ("thc", {"norm": "tensor"}, (4, 2)),
     ("omnireduce", {}, (9, 5)),
