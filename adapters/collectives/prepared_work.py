@@ -14,7 +14,7 @@ from ...formats.dtypes import DType
 from ...formats.errors import FormatError
 from ...formats.header import align
 from ...many import decode_many, decode_sum
-from ...prepared import encode_planned
+from ...prepared import encode_planned, has_kernels
 from ..errors import CollectiveError
 from . import running, tensors
 from .calls import Call, rounding_key
@@ -189,13 +189,17 @@ class Prepared(Judged):
     def _start(self) -> None:
         """Lay out the memory, once a subclass knows all."""
         learns = self._calls.route.learns and self._calls.codec.lossless
+        here = True
         for shares in itertools.chain.from_iterable(what.parts for what in self._exchanges()):
             nelem = max(shares.counts)
-            bound = self._plan(nelem, shares.dtype, None).dynamic_stride
+            plan = self._plan(nelem, shares.dtype, None)
+            here = here and has_kernels(plan, self._like)
+            bound = plan.dynamic_stride
             raw = nelem * shares.dtype.itemsize
             self._capacities.append(Capacity(bound, raw) if learns and bound else None)
         self._learns = any(capacity is not None for capacity in self._capacities)
-        if not self._listed:
+        # What is coded on the host cannot be recorded.
+        if here and not self._listed:
             self._recordings = Recordings(self._calls.recorder(self._like))
         if self._calls.side_by_side:
             # Memory belongs to the stream of its calls: it is made with the first of them.
@@ -352,6 +356,10 @@ class Prepared(Judged):
                 for dtype in dict.fromkeys(exchange.what.parts[one.part].dtype for one in wanted):
                     batch = [one for one in wanted if exchange.what.parts[one.part].dtype == dtype]
                     plans = [exchange.layout(one.number).plans[one.part] for one in batch]
+                    if not all(has_kernels(plan, self._like) for plan in plans):
+                        for one in batch:
+                            self._encode_one(slot, call, exchange, one, message)
+                        continue
                     outs = [exchange.memory(one.number, one.part, message) for one in batch]
                     encode_planned(plans, [one.x for one in batch], outs)
             exchange.tell_needs()

@@ -538,7 +538,8 @@ class Hooks(NamedTuple):
     """The hooks that ``compress`` has set. A context manager, which ends with ``close()``.
 
     Attributes:
-        all_gather: The hook of parameters, with ``raw_bytes``, ``wire_bytes`` and ``trace()``.
+        all_gather: The hook of parameters, with ``raw_bytes`` and ``wire_bytes``, and without a
+            ``route`` with ``trace()``.
         reduce_scatter: The hook of gradients, with the same.
     """
 

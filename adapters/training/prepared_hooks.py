@@ -270,10 +270,11 @@ def peers_of(route: Route, group: Any, device: torch.device) -> PeerMemory | Non
     if route == "network" or (route == "auto" and device.type != "cuda"):
         return None
     from ..transports.symmetric import SymmetricMemory, why_not
+    from ..transports.torch_dist import timeout_of
 
     if route == "auto":
         # What the user has told NCCL holds for what is chosen here, too.
         refused = os.environ.get("NCCL_P2P_DISABLE", "0") == "1"
         if why_not(group, device, "NCCL_P2P_DISABLE is set" if refused else ""):
             return None
-    return SymmetricMemory(group, device)
+    return SymmetricMemory(group, device, timeout=timeout_of(group, device))

@@ -601,6 +601,17 @@ def backend_of(group: Any, device: torch.device) -> Any:
     return getattr(backend, "wrapped_pg", backend)
 
 
+def timeout_of(group: Any, device: torch.device) -> float:
+    """Seconds after which calls of a group on a device give up: as `TorchDist` without a timeout.
+
+    Args:
+        group: The process group; None: the default one.
+        device: The device.
+    """
+    given = dist.group.WORLD if group is None else group
+    return _timeout(given, device, None).total_seconds()
+
+
 def _timeout(group: Any, device: torch.device, asked: float | None) -> timedelta:
     """See `TorchDist`."""
     if asked is not None:

@@ -20,6 +20,8 @@ _BITS = {
     torch.bfloat16: (0x7FC0, 0x8000),
     torch.float16: (0x7E00, 0x8000),
     torch.float32: (0x7FC00000, 0x80000000),
+    torch.float8_e4m3fn: (0x7F, 0x80),
+    torch.float8_e5m2: (0x7F, 0x80),
 }
 
 
@@ -38,7 +40,7 @@ def _fill_kernel(
     for k in range(1, number):
         wrong |= tl.load(status_ptr + k * stride)
     if wrong != 0:
-        WORD: tl.constexpr = tl.uint16 if ITEM == 2 else tl.uint32
+        WORD: tl.constexpr = tl.uint8 if ITEM == 1 else tl.uint16 if ITEM == 2 else tl.uint32
         to_ptr = out_ptr.to(tl.pointer_type(WORD))
         start = tl.program_id(0).to(tl.int64) * BLOCK
         step = tl.num_programs(0).to(tl.int64) * BLOCK

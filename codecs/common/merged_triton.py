@@ -157,10 +157,13 @@ def launch_merged(
     for i, key in enumerate(zip(map(id, plans), zip(*even, strict=True), others, strict=False)):
         groups.setdefault(key, []).append(i)
     calls, results = [], np.zeros(len(plans), np.int64)
+    # Launches have addresses alone: what they read, as tables of a captured graph, is kept here.
+    all_noted: list[list[Any]] = []
     for numbers in groups.values():
         one = numbers[0]
         tensors = [None if column is None else column[one] for column in memory]
         noted: list[Any] = []
+        all_noted.append(noted)
         with recorded_by(functools.partial(_note, noted)):
             found = call(plans[one], *tensors, None if alike is None else alike[one])
         spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t is not None]

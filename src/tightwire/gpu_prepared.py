@@ -40,6 +40,11 @@ def encode_many(
     return _prepared(place, _encoder(plans, xs, outs, stats, key), _new_statuses(0, place))
 
 
+def has_kernels(plan: Plan) -> bool:
+    """Whether there are kernels for a plan."""
+    return _kernels(plan, False) is not None
+
+
 def encode_planned(plans: Sequence[Plan], xs: Sequence[Any], outs: Sequence[Any]) -> None:
     """As `prepared.encode_planned`."""
     encode = _encoder(plans, xs, outs, None, None)

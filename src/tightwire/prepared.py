@@ -192,6 +192,17 @@ def prepare_encode_many(
     return Prepared([encode], np.zeros(0, np.int64), _nothing)
 
 
+def has_kernels(plan: Plan, like: Any) -> bool:
+    """Whether a plan's elements are coded where they are; if not, a GPU's go by way of the host.
+
+    Args:
+        plan: The plan.
+        like: An array of the library and device.
+    """
+    gpu = _gpu_for(None, like)
+    return gpu is None or bool(gpu.has_kernels(plan))
+
+
 def encode_planned(
     plans: Sequence[Plan], xs: Sequence[Any], outs: Sequence[Any], *, backend: str | None = None
 ) -> None:

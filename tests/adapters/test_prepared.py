@@ -825,6 +825,36 @@ def test_who_has_left_is_known_at_once() -> None:
         pending.wait(0.2, later[0].left)
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_what_has_no_kernels_is_coded_on_the_host(
+    world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors here stand for those of a GPU, whose float64 no kernel of zipccl takes."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from tightwire import gpu_prepared, prepared
+
+    monkeypatch.setattr(prepared, "_gpu_for", lambda backend, *values: gpu_prepared)
+
+    def task(calls: PreparedCalls) -> Any:
+        whole = torch.arange(world * 2048.0).double() * (calls.rank + 1)
+        out = torch.full((2048,), torch.nan).double()
+        reduce = calls.reduce_scatter(whole)
+        assert reduce._recordings._recorder is None
+        for _ in range(3):
+            reduce(whole, out).wait()
+        gather = calls.all_gather([out, out])
+        outs = [torch.empty(world * 2048).double() for _ in range(2)]
+        gather([out, out], outs).wait()
+        return [out, *outs]
+
+    found = run(world, "network", task)
+    total = torch.arange(world * 2048.0).double() * sum(range(1, world + 1))
+    for rank, (out, *outs) in enumerate(found):
+        assert torch.equal(out, total[rank * 2048 : (rank + 1) * 2048])
+        assert all(torch.equal(whole, total) for whole in outs)
+
+
 def test_the_faster_way_is_taken_and_looked_for_again() -> None:
     def task(transport: ThreadTransport) -> None:
         like, made = np.zeros(1), []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,11 +37,33 @@ from interrupt import Interrupt  # noqa: E402
 from tightwire.adapters.collectives.prepared_work import Work  # noqa: E402
 from tightwire.adapters.training import fsdp  # noqa: E402
 from tightwire.adapters.training.leaving import param_groups  # noqa: E402
-from tightwire.adapters.training.prepared_hooks import EndOfBackward  # noqa: E402
+from tightwire.adapters.training.prepared_hooks import EndOfBackward, peers_of  # noqa: E402
 
 ERROR = KeyError("in the middle of backward")
 
 WIDTH = 72
+
+
+def test_peers_wait_as_long_as_the_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that saves a checkpoint is late by more than a moment."""
+    from tightwire.adapters.transports import symmetric
+
+    found: list[float] = []
+    monkeypatch.setattr(
+        symmetric, "SymmetricMemory", lambda group, device, timeout: found.append(timeout)
+    )
+    dist.init_process_group(
+        "gloo", f"file://{tmp_path}/store", rank=0, world_size=1, timeout=timedelta(minutes=7)
+    )
+    try:
+        groups = None, dist.new_group(), dist.new_group(timeout=timedelta(minutes=3))
+        for group in groups:
+            peers_of("peers", group, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    assert found == [420, 420, 180]
 
 
 def test_every_backward_that_asks_is_told_once_also_behind_one_that_raised() -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from tightwire.codecs.common.fill_triton import _BLOCK, _PROGRAMS, fill_if  # noqa: E402
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 
 
 @pytest.mark.parametrize("value", [math.nan, -0.0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 import tightwire as tw  # noqa: E402
-from tightwire.codecs.common import merged_triton  # noqa: E402
+from tightwire.codecs.common import frame_triton, merged_triton  # noqa: E402
 from tightwire.codecs.common.launch_triton import (  # noqa: E402
     Variant,
     kernel,
@@ -171,3 +172,34 @@ def test_tensors_behind_buffers_in_the_same_array(name: str, place: str) -> None
     for buffer, y, wanted in zip(buffers, inside, expected, strict=True):
         buffer.check()
         assert y.equal(tw.decode(wanted))
+
+
+@pytest.mark.parametrize("name", ["huffman", "omnireduce"])
+def test_tables_of_a_graph_are_there_when_they_are_read(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph whose plans were not used before has tables of its own, which launches read."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled for the GPU here")
+    made: list[Any] = []
+    alive: list[bool] = []
+
+    def on(self: Any, device: Any) -> Any:
+        table = frame_triton.table_of(self.words, device)
+        made.append(weakref.ref(table))
+        return table
+
+    launch_all = merged_triton._launch_all
+
+    def launch(*args: Any) -> Any:
+        alive.extend(table() is not None for table in made)
+        return launch_all(*args)
+
+    monkeypatch.setattr(frame_triton.Table, "on", on)
+    monkeypatch.setattr(merged_triton, "_launch_all", launch)
+    xs = [torch.arange(n).bfloat16() for n in (640, 700, 704)]
+    found = tw.codec(name).encode_many(xs, backend="triton")
+    assert len(alive) >= 3
+    assert all(alive)
+    wanted = [tw.codec(name).encode(x, backend="ref") for x in xs]
+    assert list(map(bytes, found)) == list(map(bytes, wanted))
