@@ -6,8 +6,8 @@ call that sends the rest; what it needs is told before, and read by the host whi
 flight. What exceeds the capacity follows in a call of its own, which other ranks have no part in.
 So bits are always right, and no call of the network waits for the host, but the first of a kind.
 
-Where two ranks gather faster than they swap, they gather what messages need, and both messages if
-these are about as long. No message lies in place: behind it is what exceeds its capacity.
+Two ranks gather both messages if these are about as long, where the transport is faster so. No
+message lies in place: behind it is what exceeds its capacity.
 """
 
 from __future__ import annotations
@@ -71,8 +71,6 @@ class Needs:
         self._mine = self.both[1]
         self._flat = self._mine.view(-1)
         self.theirs, self.mine = tensors.as_bytes(self.both[0]), tensors.as_bytes(self._mine)
-        #: What it tells each rank.
-        self.parts = [self.mine[at : at + _TOLD] for at in range(0, ranks * _TOLD, _TOLD)]
         self.on_host = not tensors.is_cuda(like)
         with_digest = np.array([0, 1], np.int64)
         self._mask = tensors.on_device(with_digest, tensors.device_of(like))
@@ -253,10 +251,7 @@ class RowMessages:
         early = words.on_host or kind not in self._known
         with call.stage("sizes"):
             words.fill(send, digest)
-            if self._peer is None:
-                self._transport.all_to_all(words.theirs, words.mine)
-            else:
-                self._transport.all_gather(words.theirs, words.parts[self._peer])
+            self._transport.all_to_all(words.theirs, words.mine)
             if early or stream is None:
                 pending = words.arriving()
             else:
