@@ -602,11 +602,14 @@ def backend_of(group: Any, device: torch.device) -> Any:
 
 
 def timeout_of(group: Any, device: torch.device) -> float:
-    """Seconds after which calls of a group on a device give up: as `TorchDist` without a timeout.
+    """Seconds after which calls of a group on a device give up: as ``TorchDist`` without a timeout.
 
     Args:
         group: The process group; None: the default one.
         device: The device.
+
+    Returns:
+        The seconds.
     """
     given = dist.group.WORLD if group is None else group
     return _timeout(given, device, None).total_seconds()

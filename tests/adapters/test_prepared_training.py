@@ -44,9 +44,7 @@ ERROR = KeyError("in the middle of backward")
 WIDTH = 72
 
 
-def test_peers_wait_as_long_as_the_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peers_wait_as_long_as_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that saves a checkpoint is late by more than a moment."""
     from tightwire.adapters.transports import symmetric
 
