@@ -77,7 +77,7 @@ class Work:
         """Whether it has been waited for."""
         return self._owner is None
 
-    def has_room_for(self, earlier: Work) -> bool:
+    def has_space_for(self, earlier: Work) -> bool:
         """Whether messages of an earlier call of the same data are known to fit into this one's.
 
         Args:

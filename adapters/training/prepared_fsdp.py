@@ -322,7 +322,7 @@ class _Gather:
             state is not None
             and forward is not None
             and state.is_of_the_step_of(forward[0])
-            and work.has_room_for(forward[1])
+            and work.has_space_for(forward[1])
         ):
             work.note_fit()
             self._hook.judge_later()

@@ -610,6 +610,9 @@ def timeout_of(group: Any, device: torch.device) -> float:
 
     Returns:
         The seconds.
+
+    Raises:
+        RuntimeError: If the group has no backend for the device.
     """
     given = dist.group.WORLD if group is None else group
     return _timeout(given, device, None).total_seconds()
