@@ -289,6 +289,12 @@ class Prepared(Judged):
 
     def _ready(self) -> Slot:
         """The next slot, when nobody uses it any more, with memory for what has been learnt."""
+        if self._learns and tensors.is_cuda(self._like) and capturing():
+            # A replay could not be made once more.
+            raise ValueError(
+                f"{self.collective} over a network is captured in a CUDA graph, of messages by "
+                f"{self._calls.codec.name} that may not fit; allowed: peers, or a lossy codec"
+            )
         with self._failing():
             return self._free_slot()
 

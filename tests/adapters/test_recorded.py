@@ -372,6 +372,33 @@ def test_works_that_were_waited_for_keep_nothing(route: str) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("codec", ["zipccl", "mx"])
+def test_no_graph_of_a_user_has_messages_that_may_not_fit(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+
+    class OnGpu(torch.Tensor):  # type: ignore[misc, name-defined]
+        is_cuda = True
+
+    def task(calls: PreparedCalls) -> None:
+        gather = calls.all_gather(tensor(calls.rank, N))
+        gather._like = torch.zeros(0).as_subclass(OnGpu)
+        if codec == "mx":
+            gather._ready()
+            return
+        with pytest.raises(ValueError, match="all_gather over a network is captured .* zipccl"):
+            gather(tensor(calls.rank, N), np.empty(2 * N, DTYPE))
+        # Nothing was sent.
+        gather._like = tensor(0, 0)
+        out = np.empty(2 * N, DTYPE)
+        gather(tensor(calls.rank, N), out).wait()
+        assert same(out, np.concatenate([tensor(rank, N) for rank in range(2)]))
+
+    monkeypatch.setattr(prepared_work, "capturing", lambda: True)
+    run(2, "network", task, codec=codec)
+
+
 #: Ranks that swap or gather, and the elements that each of them has.
 GROUP, EACH = 4, 512 * 137
 
