@@ -277,4 +277,5 @@ def peers_of(route: Route, group: Any, device: torch.device) -> PeerMemory | Non
         refused = os.environ.get("NCCL_P2P_DISABLE", "0") == "1"
         if why_not(group, device, "NCCL_P2P_DISABLE is set" if refused else ""):
             return None
-    return SymmetricMemory(group, device, timeout=timeout_of(group, device))
+    # Less than the host waits, which cannot name the rank that is late.
+    return SymmetricMemory(group, device, timeout=0.8 * timeout_of(group, device))
