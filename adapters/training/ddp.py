@@ -218,9 +218,9 @@ def register(
         error_feedback: Each rank passes an object of its own. What a lossy codec loses of a
             gradient is then added to the next one, for a float32 of memory per parameter.
         route: How bytes travel, as in ``fsdp.compress``. With another than ``"exact"`` options are
-            ``codec``, ``checksum``, ``seed``, with ``"auto"`` ``measurements``, which is as in
-            ``Communicator``, and ``wire``: the dtype in which float32 gradients travel, such as
-            ``"bfloat16"``.
+            ``codec``, ``checksum``, ``seed``, ``trace``, with ``"auto"`` ``measurements``, which is
+            as in ``Communicator``, and ``wire``: the dtype in which float32 gradients travel, such
+            as ``"bfloat16"``.
         **options: Arguments of ``Communicator``, such as ``codec``; not with ``comm``.
 
     Returns:

@@ -62,10 +62,6 @@ class PreparedDirection(PreparedHook):
         self._late = Pending()
         self._end = EndOfBackward(self._late.judge)
 
-    def trace(self) -> list[TraceRecord]:
-        """Records of the last calls."""
-        return [record for calls in self._calls.values() for record in calls.trace()]
-
     def all_reduce(self, x: Any, out: Any) -> None:
         """Fill `out`, of the shape and dtype of `x`, with the sum over ranks."""
 

@@ -538,8 +538,7 @@ class Hooks(NamedTuple):
     """The hooks that ``compress`` has set. A context manager, which ends with ``close()``.
 
     Attributes:
-        all_gather: The hook of parameters, with ``raw_bytes`` and ``wire_bytes``, and without a
-            ``route`` with ``trace()``.
+        all_gather: The hook of parameters, with ``raw_bytes``, ``wire_bytes`` and ``trace()``.
         reduce_scatter: The hook of gradients, with the same.
     """
 
@@ -607,7 +606,8 @@ def compress(
             gives modules FSDP's own communication back for as long as that is faster; with
             ``"exact"`` the option ``algorithm="auto"`` does so, unless there are nodes, error
             feedback or weight differences. With a route for prepared calls the only other arguments
-            are ``gradients``, ``wire``, ``codec``, ``checksum``, ``seed``, with ``"auto"``
+            are ``gradients``, ``wire``, ``codec``, ``checksum``, ``seed``, ``trace`` (works that
+            are remembered, 0 by default: on a GPU it costs time), with ``"auto"``
             ``measurements``, which is as in ``Communicator``, ``ahead`` and ``keep_nbytes``.
             ``ahead`` is how many modules FSDP gathers ahead in forward, once two forwards in a row
             have had the same order, by ``set_modules_to_forward_prefetch``, unless you have called

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..collectives.calls import TraceRecord
 from ..collectives.faster import Faster
 from ..collectives.kept_measurements import KeptMeasurements, check_measurements
 from ..collectives.measurements_file import absolute
@@ -25,7 +26,7 @@ from .leaving import AwayHooks
 Route = Literal["exact", "network", "peers", "auto"]
 ROUTES: tuple[Route, ...] = ("exact", "network", "peers", "auto")
 #: Options of ``PreparedCalls`` that hooks take.
-_OPTIONS = ("codec", "checksum", "seed")
+_OPTIONS = ("codec", "checksum", "seed", "trace")
 
 
 def check_route(route: Any, options: Mapping[str, Any], others: Sequence[str] = ()) -> None:
@@ -162,6 +163,10 @@ class PreparedHook:
         self._prepared.clear()
         self._calls.clear()
         self._first.clear()
+
+    def trace(self) -> list[TraceRecord]:
+        """Records of the last calls, group by group, oldest first; none without ``trace=``."""
+        return [record for calls in self._calls.values() for record in calls.trace()]
 
     def _get(self, group: Any, key: tuple[Any, ...], make: Callable[[PreparedCalls], Any]) -> Any:
         """The prepared call of a group under `key`; all its ranks make it alike."""

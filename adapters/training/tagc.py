@@ -409,8 +409,8 @@ def compress(
             a node are summed as they are, and index and sketch of the sums go between nodes.
         route: How parameters travel, as in ``fsdp.compress``: with another route than ``"exact"``
             by prepared calls, so that the host does not wait for their sizes. Gradients travel as
-            before. Options are ``codec``, ``checksum``, ``seed``, ``keep_nbytes``, ``ahead`` and,
-            with ``"auto"``, ``measurements`` then.
+            before. Options are ``codec``, ``checksum``, ``seed``, ``trace``, ``keep_nbytes``,
+            ``ahead`` and, with ``"auto"``, ``measurements`` then.
         **options: Arguments of ``Communicator``.
 
     Returns:

@@ -366,8 +366,8 @@ def connect(
         device: Device of the tensors.
         wire: As in ``TensorParallel``.
         route: How bytes travel, as in ``fsdp.compress``. With another than ``"exact"`` options are
-            ``checksum`` and ``seed``, the group itself is used, and there are neither error
-            feedback nor nodes.
+            ``checksum``, ``seed`` and ``trace``, the group itself is used, and there are neither
+            error feedback nor nodes.
         node: Ranks of a node, whose numbers in the group are consecutive: calls are as they are
             within nodes, and encoded between nodes, as ``NodeCommunicator`` says.
         within: With ``node``: a codec of terms of sums within nodes.

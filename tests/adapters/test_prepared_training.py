@@ -31,11 +31,12 @@ if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
 from torch.distributed.checkpoint.state_dict import get_model_state_dict  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from interrupt import Interrupt  # noqa: E402
 from tightwire.adapters.collectives.prepared_work import Work  # noqa: E402
-from tightwire.adapters.training import fsdp  # noqa: E402
+from tightwire.adapters.training import ddp, fsdp  # noqa: E402
 from tightwire.adapters.training.leaving import param_groups  # noqa: E402
 from tightwire.adapters.training.prepared_hooks import EndOfBackward, peers_of  # noqa: E402
 
@@ -64,6 +65,27 @@ def test_peers_wait_about_as_long_as_the_group(
     finally:
         dist.destroy_process_group()
     assert found == pytest.approx([336, 336, 144])
+
+
+def test_a_hook_remembers_calls(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        x = torch.ones(2, 8)
+        replica = DistributedDataParallel(torch.nn.Linear(8, 8))
+        hook = ddp.register(replica, route="network", trace=3)
+        quiet = DistributedDataParallel(torch.nn.Linear(8, 8))
+        none = ddp.register(quiet, route="network")
+        for _ in range(5):
+            for each in (replica, quiet):
+                each(x).sum().backward()
+        found = hook.trace()
+        assert not none.trace()
+        hook.close()
+        none.close()
+    finally:
+        dist.destroy_process_group()
+    assert [record.collective for record in found] == ["all_reduce"] * 3
+    assert all(record.raw_bytes == 0 < record.seconds["encode"] for record in found)
 
 
 def test_every_backward_that_asks_is_told_once_also_behind_one_that_raised() -> None:
@@ -314,7 +336,7 @@ def late(device: Any) -> dict[str, Any]:
         model = torch.nn.Sequential(*layers)
         for module in (*model, model):
             fully_shard(module)
-        hooks = fsdp.compress(model, route="network") if hooked else None
+        hooks = fsdp.compress(model, route="network", trace=3) if hooked else None
         Work.done = behind if hooked else done  # type: ignore[method-assign]
         torch.manual_seed(dist.get_rank())
         for _ in range(2):
@@ -323,6 +345,10 @@ def late(device: Any) -> dict[str, Any]:
         if hooks is not None:
             assert not hooks.reduce_scatter._late
             assert not hooks.reduce_scatter._settled
+            for kind, hook in hooks._asdict().items():
+                records = hook.trace()
+                assert [record.collective for record in records] == [kind] * 3
+                assert all("exchange" in record.seconds for record in records)
     Work.done = done  # type: ignore[method-assign]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     return {"late, True": dict(again)}
