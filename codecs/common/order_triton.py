@@ -23,7 +23,7 @@ DTYPES = {
 #: Most experts: their numbers of copies, and three more, are one tensor of a program.
 MOST_EXPERTS = 509
 #: Copies that a program counts at the same time, times bins of experts; the most of these copies.
-_CELLS, _BLOCK = 1 << 14, 512
+_CELLS, _BLOCK = 1 << 13, 512
 #: Most programs, of whose counts each reads all, so many at a time.
 _PROGRAMS, _ROWS = 64, 8
 
