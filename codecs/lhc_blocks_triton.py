@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .common.minifloat_triton import funnel
 from .lhc import BLOCK
 
 _BLOCK_WORDS = tl.constexpr(BLOCK // 32)
@@ -78,23 +79,6 @@ def store_block(at, words, use, PTX: tl.constexpr):
 
 
 @triton.jit
-def _funnel(low, high, by, PTX: tl.constexpr):
-    """Bits behind bit `by` % 32 of words and those that follow them."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            "shf.r.wrap.b32 $0, $1, $2, $3;",
-            "=r,r,r,r",
-            (low, high, by),
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        shift = (by & 31).to(tl.uint32)
-        return (low >> shift) | ((high << 1) << (31 - shift))
-
-
-@triton.jit
 def rotated_at(bitmap, block, by, use, PTX: tl.constexpr):
     """Words of blocks of a bitmap: bit i is bit (i + `by`) % 256 of the block; 0 if not `use`."""
     return rotate(loaded_at(bitmap, block, by, use, PTX), by, PTX)
@@ -125,14 +109,14 @@ def rotate(words, by, PTX: tl.constexpr):
     )
     # fmt: on
     return (
-        _funnel(w0, w1, by, PTX),
-        _funnel(w1, w2, by, PTX),
-        _funnel(w2, w3, by, PTX),
-        _funnel(w3, w4, by, PTX),
-        _funnel(w4, w5, by, PTX),
-        _funnel(w5, w6, by, PTX),
-        _funnel(w6, w7, by, PTX),
-        _funnel(w7, w0, by, PTX),
+        funnel(w0, w1, by, PTX),
+        funnel(w1, w2, by, PTX),
+        funnel(w2, w3, by, PTX),
+        funnel(w3, w4, by, PTX),
+        funnel(w4, w5, by, PTX),
+        funnel(w5, w6, by, PTX),
+        funnel(w6, w7, by, PTX),
+        funnel(w7, w0, by, PTX),
     )
 
 

@@ -165,6 +165,8 @@ class Prepared(Judged):
         self._capacities: list[Capacity | None] = []
         #: Whether a message may not fit.
         self._learns = False
+        #: Whether tensors are coded where they are, and a GPU's not by way of the host.
+        self._coded_here = True
         self._recordings = Recordings()
         calls.made.add(self)
         calls.agreed(f"prepare {self.collective}", self._text)
@@ -189,17 +191,16 @@ class Prepared(Judged):
     def _start(self) -> None:
         """Lay out the memory, once a subclass knows all."""
         learns = self._calls.route.learns and self._calls.codec.lossless
-        here = True
         for shares in itertools.chain.from_iterable(what.parts for what in self._exchanges()):
             nelem = max(shares.counts)
             plan = self._plan(nelem, shares.dtype, None)
-            here = here and has_kernels(plan, self._like)
+            self._coded_here = self._coded_here and has_kernels(plan, self._like)
             bound = plan.dynamic_stride
             raw = nelem * shares.dtype.itemsize
             self._capacities.append(Capacity(bound, raw) if learns and bound else None)
         self._learns = any(capacity is not None for capacity in self._capacities)
         # What is coded on the host cannot be recorded.
-        if here and not self._listed:
+        if self._coded_here and not self._listed:
             self._recordings = Recordings(self._calls.recorder(self._like))
         if self._calls.side_by_side:
             # Memory belongs to the stream of its calls: it is made with the first of them.
@@ -354,7 +355,8 @@ class Prepared(Judged):
         exchange = slot.exchanges[at]
         wanted = [one for one in given if one.x.shape[0]]
         with call.stage("encode"):
-            if len(wanted) == 1 or self._calls.codec.spec.draws:
+            single = len(wanted) == 1 or self._calls.codec.spec.draws
+            if single or not self._coded_here:
                 for one in wanted:
                     self._encode_one(slot, call, exchange, one, message)
             else:
@@ -362,10 +364,6 @@ class Prepared(Judged):
                 for dtype in dict.fromkeys(exchange.what.parts[one.part].dtype for one in wanted):
                     batch = [one for one in wanted if exchange.what.parts[one.part].dtype == dtype]
                     plans = [exchange.layout(one.number).plans[one.part] for one in batch]
-                    if not all(has_kernels(plan, self._like) for plan in plans):
-                        for one in batch:
-                            self._encode_one(slot, call, exchange, one, message)
-                        continue
                     outs = [exchange.memory(one.number, one.part, message) for one in batch]
                     encode_planned(plans, [one.x for one in batch], outs)
             exchange.tell_needs()

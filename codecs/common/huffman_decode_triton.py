@@ -17,7 +17,7 @@ import triton.language as tl
 from . import huffman
 from .huffman_tables_triton import IS_ESCAPE, SORTED, TAKES_AT, look_up
 from .huffman_triton import CONSTANT, NARROW, RUN, RUNS, STORED, WIDE
-from .minifloat_triton import by_ptx
+from .minifloat_triton import by_ptx, funnel
 
 #: Tiles of a program, and their runs.
 TILES = tl.constexpr(8)
@@ -151,16 +151,6 @@ def open_block(data, at, stop, m, use):
 
 
 @triton.jit
-def _funnel(low, high, n, PTX: tl.constexpr):
-    """32 bits from bit `n` & 31 of two words on, uint32."""
-    if PTX:
-        return by_ptx("shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", (low, high, n))
-    else:
-        both = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
-        return ((both >> (n & 31).to(tl.uint64)) & 0xFFFFFFFF).to(tl.uint32)
-
-
-@triton.jit
 def _entry_at(table, window, PTX: tl.constexpr):
     """The entry of 12 bits, which start at bit 2 of `window`, uint32."""
     if PTX:
@@ -232,9 +222,9 @@ def _next_unit(s, ring, words, last, live, table, EDGE: tl.constexpr, PTX: tl.co
             pack=1,
         )
     else:
-        window = _funnel(low, high, n, PTX)
+        window = funnel(low, high, n, PTX)
         entry = _entry_at(table, window, PTX)
-        raw = _funnel(window, window * 0, entry, PTX)
+        raw = funnel(window, window * 0, entry, PTX)
         value = tl.where((entry & IS_ESCAPE) != 0, raw, entry)
         takes = (entry >> TAKES_AT).to(tl.int32)
         after = n + (tl.where(live, takes, 0) if EDGE else takes)
@@ -250,7 +240,7 @@ def _word_at(words, n, last, use, PTX: tl.constexpr):
     """32 bits from bit `n` on, uint32. Words behind number `last` are taken for it."""
     low = tl.load(words + tl.minimum(n >> 5, last), mask=use, other=0)
     high = tl.load(words + tl.minimum((n >> 5) + 1, last), mask=use, other=0)
-    return _funnel(low, high, n, PTX)
+    return funnel(low, high, n, PTX)
 
 
 @triton.jit

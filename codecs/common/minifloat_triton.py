@@ -30,6 +30,16 @@ def by_ptx(ASM: tl.constexpr, REGISTERS: tl.constexpr, args):
 
 
 @triton.jit
+def funnel(low, high, n, PTX: tl.constexpr):
+    """32 bits from bit `n` & 31 of two words on, uint32."""
+    if PTX:
+        return by_ptx("shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", (low, high, n))
+    else:
+        both = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+        return ((both >> (n & 31).to(tl.uint64)) & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
 def elements_at(ptr, ITEM: tl.constexpr):
     """A pointer to bytes as one to element bits of ITEM bytes."""
     return ptr.to(tl.pointer_type(tl.uint16 if ITEM == 2 else tl.uint32))
