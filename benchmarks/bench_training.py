@@ -74,7 +74,7 @@ from tightwire.adapters.training import tensor_parallel as tp
 
 RESULTS = Path(__file__).parent / "results"
 #: Steps after which bits are compared, and steps that are not timed after those.
-CHECKED, WARM = 3, 40
+CHECKED, WARM = 3, 64
 #: Calls of CUDA in which a host waits, and with which it queues work.
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaEventQuery")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")

@@ -10,6 +10,7 @@ buffers). What the dynamic part needs is learnt from earlier messages: see ``Cap
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -31,14 +32,32 @@ _FIRST_SHARE = 1 / 10
 _PATIENCE, _MOST_PATIENCE = 16, 1 << 12
 #: Memory is made in multiples of this, and of its size in so many bits less one.
 _LEAST, _STEPS = 1 << 12, 3
-#: Spare capacity, as a share of what is needed, and how much may lie idle before it shrinks.
-_SPARE, _IDLE = 0.125, 1.4
+#: Spare capacity, as a share of what is needed: the least, and the most, for needs that vary.
+_LEAST_SPARE, _MOST_SPARE = 1 / 32, 1 / 8
+#: What may lie idle before a capacity shrinks, in shares that it has to spare.
+_IDLE = 3
+
+
+class _Range(NamedTuple):
+    """What messages needed, at least and at most."""
+
+    least: int
+    most: int
+
+    def __or__(self, other: _Range) -> _Range:
+        return _Range(min(self.least, other.least), max(self.most, other.most))
+
+    @property
+    def spare(self) -> float:
+        """What to have to spare: as much as the needs have been apart."""
+        return min(max(1 - self.least / max(self.most, 1), _LEAST_SPARE), _MOST_SPARE)
 
 
 class Capacity:
     """Bytes of the dynamic slot of messages of one call, from what earlier ones needed.
 
-    Equal needs, learnt in the same order, make equal capacities on all ranks.
+    Where needs vary there is more to spare. Equal needs, learnt in the same order, make equal
+    capacities on all ranks.
 
     Args:
         bound: Bytes that are enough for any data.
@@ -48,11 +67,13 @@ class Capacity:
     def __init__(self, bound: int, raw_nbytes: int) -> None:
         self._bound = bound
         #: Capacities are multiples of this, so that there are few plans.
-        self._unit = align(max(1, bound // 128))
-        self.nbytes = self._rounded(round(raw_nbytes * _FIRST_SHARE))
-        #: The most of the last messages, and of those before them; how many the last ones are.
-        self._most = self._earlier = self._count = 0
-        self._patience = _PATIENCE
+        self._unit = align(max(1, bound // 512))
+        self.nbytes = self._rounded(raw_nbytes * _FIRST_SHARE)
+        #: What the last message needed.
+        self._last = 0
+        #: Least and most of the last messages, and of those before; how many the last ones are.
+        self._range, self._earlier = _Range(bound, 0), _Range(0, 0)
+        self._count, self._patience = 0, _PATIENCE
 
     def learn(self, need: int) -> None:
         """Note the most bytes that a message of one call needed.
@@ -60,28 +81,33 @@ class Capacity:
         Args:
             need: Bytes; more than the capacity if the data did not fit.
         """
-        self._most = max(self._most, need)
+        # The next one may need as much more than this one as this one did than the last.
+        rise, self._last = need - self._last, need
+        self._range = last = self._range | _Range(need, need)
         self._count += 1
-        wanted = self._rounded(round(self._most * (1 + _SPARE)))
-        enough = self._count >= self._patience
-        # A new capacity costs new memory: it is one that holds for a while.
-        if wanted > self.nbytes or (enough and wanted * _IDLE < self.nbytes):
-            self.nbytes = self._rounded(round(self._most * (1 + 2 * _SPARE)))
-            self._patience = min(2 * self._patience, _MOST_PATIENCE)
+        expected = max(last.most * (1 + _LEAST_SPARE), need + min(rise, need * _MOST_SPARE))
+        if self._rounded(expected) > self.nbytes:
+            self.nbytes = self._renewed(last | self._earlier)
             self._forget()
-        elif enough:
+        elif self._count >= self._patience:
+            if self._rounded(last.most * (1 + last.spare)) * (1 + _IDLE * last.spare) < self.nbytes:
+                self._patience = min(2 * self._patience, _MOST_PATIENCE)
+                self.nbytes = self._renewed(last)
             self._forget()
-
-    def _forget(self) -> None:
-        self._earlier, self._most, self._count = self._most, 0, 0
 
     def refit(self) -> None:
         """Have as much to spare as a new capacity would have."""
-        most = max(self._most, self._earlier)
-        self.nbytes = max(self.nbytes, self._rounded(round(most * (1 + 2 * _SPARE))))
+        self.nbytes = max(self.nbytes, self._renewed(self._range | self._earlier))
 
-    def _rounded(self, nbytes: int) -> int:
-        return min(self._bound, max(1, -(-nbytes // self._unit)) * self._unit)
+    def _renewed(self, needs: _Range) -> int:
+        # A new capacity costs new memory: it is one that holds for a while.
+        return self._rounded(needs.most * (1 + 2 * needs.spare))
+
+    def _forget(self) -> None:
+        self._earlier, self._range, self._count = self._range, _Range(self._bound, 0), 0
+
+    def _rounded(self, nbytes: float) -> int:
+        return min(self._bound, max(1, math.ceil(nbytes / self._unit)) * self._unit)
 
 
 class Layout(NamedTuple):

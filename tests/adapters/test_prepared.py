@@ -585,6 +585,14 @@ def test_capacity() -> None:
     capacity.learn(300_000)
     assert 300_000 < capacity.nbytes < 600_000
     grown = capacity.nbytes
+    for _ in range(15):
+        capacity.learn(1000)
+        assert capacity.nbytes == grown
+    capacity.learn(1000)
+    assert 1000 < capacity.nbytes < first
+    # It was too small once: it may shrink again after twice as many.
+    capacity.learn(300_000)
+    grown = capacity.nbytes
     for _ in range(31):
         capacity.learn(1000)
         assert capacity.nbytes == grown
@@ -592,6 +600,20 @@ def test_capacity() -> None:
     assert 1000 < capacity.nbytes < first
     capacity.learn(1 << 30)
     assert capacity.nbytes == 1 << 20
+
+
+@pytest.mark.parametrize(("noise", "most"), [(0.0, 1.08), (0.01, 1.2), (0.1, 1.75)])
+def test_capacities_spare_what_needs_vary(noise: float, most: float) -> None:
+    """Steady needs leave little idle, and what grows with the steps fits all the same."""
+    rng = np.random.default_rng(0)
+    raw = 1 << 24
+    capacity = Capacity(bound=raw, raw_nbytes=raw)
+    for step in range(200):
+        share = 0.08 - 0.05 * 0.9**step
+        need = round(share * (1 + noise * rng.uniform(-1, 1)) * raw)
+        assert need <= capacity.nbytes
+        capacity.learn(need)
+    assert capacity.nbytes < most * 0.08 * raw
 
 
 def test_capacities_settle() -> None:
