@@ -130,6 +130,87 @@ def check_prepared(transport: Any) -> None:
     assert again or world == 1
 
 
+def check_tensors(transport: Any, device: Any, codec: str) -> int:
+    """Every prepared collective of PyTorch's tensors, of one and of lists.
+
+    Calls come back to the same memory, as those do that are recorded on a GPU. Returns how many
+    were made again, as their data did not fit.
+    """
+    import torch
+    import torch.distributed as dist
+
+    world, rank = transport.world_size, transport.rank
+    sizes, again = (4099 * world, 77 * world), 0
+
+    def given(n: int, k: int) -> Any:
+        x = tensor(rank, n, k, np.float32)
+        if k == 2 and rank == 0:
+            x = 2.0 ** np.random.default_rng([n, k]).uniform(-90, 90, n)
+        return torch.from_numpy(x.astype(np.float32)).to(device).bfloat16()
+
+    def of_all(x: Any) -> list[Any]:
+        found = [torch.empty_like(x) for _ in range(world)]
+        dist.all_gather(found, x)
+        return found
+
+    def near(x: Any, y: Any) -> bool:
+        if codec != "zipccl":
+            error = (x.double() - y.double()).square().sum() / y.double().square().sum()
+            return bool(error < 0.05)
+        return bool(torch.equal(x.view(torch.int16), y.view(torch.int16)))
+
+    calls = PreparedCalls(transport, codec)
+    for listed in (False, True):
+        used = sizes if listed else sizes[:1]
+        for case in CASES:
+            if "pieces" in case:
+                continue
+            xs = [given(n, 0) for n in used]
+            call = prepare(calls, case, xs if listed else xs[0])
+            call = getattr(call, "prepared", call)
+            scale = {"all_gather": world, "reduce_scatter": 1 / world}.get(case, 1)
+            outs = [
+                torch.empty(round(n * scale), dtype=x.dtype, device=device)
+                for n, x in zip(used, xs, strict=True)
+            ]
+            for k in range(5):
+                wanted = []
+                for n, x, out in zip(used, xs, outs, strict=True):
+                    x.copy_(given(n, k))
+                    parts = of_all(x)
+                    wanted.append(_of_tensors(case, parts, rank))
+                    out.fill_(float("nan"))
+                    if case == "broadcast":
+                        out.copy_(x if rank == 0 else out)
+                arguments = [outs] if case == "broadcast" else [xs, outs]
+                work = call(*(arguments if listed else [each[0] for each in arguments]))
+                work.wait()
+                again += work.repeated
+                for out, value in zip(outs, wanted, strict=True):
+                    assert near(out, value), (codec, case, listed, k)
+                    if case == "all_gather" or "shot" in case:
+                        assert all(torch.equal(out, other) for other in of_all(out)), (case, k)
+    return again
+
+
+def _of_tensors(case: str, parts: list[Any], rank: int) -> Any:
+    """As ``wanted``, of PyTorch's tensors."""
+    import torch
+
+    shares = [part.chunk(len(parts))[rank] for part in parts]
+    if case == "all_gather":
+        return torch.cat(parts)
+    if case == "all_to_all":
+        return torch.cat(shares)
+    if case == "broadcast":
+        return parts[0]
+    terms = shares if case == "reduce_scatter" else parts
+    total = terms[0].float()
+    for term in terms[1:]:
+        total = total + term.float()
+    return total.bfloat16()
+
+
 def damage(call: Any, at: int, bit: int) -> None:
     """Have a bit change of what the next call of a prepared collective gets from rank 0."""
     prepared = getattr(call, "prepared", call)

@@ -105,6 +105,8 @@ class Call:
         self.raw_bytes = 0
         self.wire_bytes = 0
         self.seconds: dict[str, float] = {}
+        #: Whether its record is kept: then profilers see its stages, too.
+        self.traced = False
         #: Events on a GPU around stages, where these are timed there.
         self.events: list[tuple[str, Any, Any]] | None = None
         #: Dtype, shape and collective, as errors of other ranks name them.
@@ -186,9 +188,9 @@ class _Stage:
         self._call, self._name, self._note = call, name, note
 
     def __enter__(self) -> None:
-        torch: Any = sys.modules.get("torch")
         # Ranges that profilers show, where PyTorch uses a GPU.
         self._nvtx = None
+        torch: Any = sys.modules.get("torch") if self._call.traced else None
         if torch is not None and torch.cuda.is_initialized():
             self._nvtx = torch.cuda.nvtx
             self._nvtx.range_push(f"tightwire.{self._call.collective}.{self._name}")

@@ -133,6 +133,8 @@ class PreparedCalls:
         network = ExactRoute if sizes == "exact" else NetworkRoute
         self.route: Route = network(transport) if peers is None else PeerRoute(peers)
         self.checksum, self.depth, self.seed, self.name = bool(checksum), depth, seed, name
+        #: Why this route was taken, for records; set by who has chosen it.
+        self.reason = ""
         #: Calls so far, prepared and made.
         self.number = 0
         #: Which memory the next call takes, from 0 to below ``depth``.
@@ -448,6 +450,7 @@ class PreparedCalls:
         self.number += 1
         self.phase = (self.phase + 1) % self.depth
         call.text, call.algorithm = text, f"{self.codec.name}, {self.route.name}"
+        call.reason, call.traced = self.reason, bool(self.records.maxlen)
         return call
 
 

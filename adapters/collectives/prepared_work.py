@@ -331,7 +331,7 @@ class Prepared(Judged):
         if slot.words is not None:
             if not capturing():
                 self._calls.follow(slot.words, slot.phase)
-            if self._calls.records.maxlen:
+            if call.traced:
                 call.events = []
         slot.found.clear()
         slot.needs.clear()

@@ -148,6 +148,7 @@ class Session:
         #: Ranks compare digests of what travels without checksums.
         self.digests = options.verify == "digest"
         self.records: deque[_Traced] = deque(maxlen=options.trace)
+        self.traced = options.trace > 0
         #: Numbers of the next calls: of the group, and of each pair that sends messages.
         self.counts: Counter[str] = Counter()
         #: Calls whose data or descriptors have not been judged yet.
@@ -277,6 +278,7 @@ class Session:
         self.counts[counter] += 1
         call = Call(self.rank, collective, sequence, key, self.name)
         dtype = sent or info.dtype
+        call.traced = self.traced
         call.kind = key, dtype.name, info.shape, choice.algorithm, algorithm
         call.text = f"{dtype.name} {info.shape} {key if pair is None else collective}"
         refusal = self.refusal(collective, sequence)

@@ -538,7 +538,9 @@ class Hooks(NamedTuple):
     """The hooks that ``compress`` has set. A context manager, which ends with ``close()``.
 
     Attributes:
-        all_gather: The hook of parameters, with ``raw_bytes``, ``wire_bytes`` and ``trace()``.
+        all_gather: The hook of parameters, with ``raw_bytes``, ``wire_bytes`` and ``trace()``; of
+            prepared calls also with ``why_no_peers``, which says by process group why the route
+            "auto" takes the network there.
         reduce_scatter: The hook of gradients, with the same.
     """
 
@@ -602,9 +604,10 @@ def compress(
         route: ``"exact"``: a ``Communicator`` sends every tensor in as many bytes as it needs, and
             the host waits for them. Else prepared calls are made, and the host waits for nothing:
             ``"network"`` sends messages of a size that earlier ones taught; by ``"peers"`` the GPUs
-            of a host read one another's memory; ``"auto"`` takes peers where it can, measures, and
-            gives modules FSDP's own communication back for as long as that is faster; with
-            ``"exact"`` the option ``algorithm="auto"`` does so, unless there are nodes, error
+            of a host read one another's memory; ``"auto"`` takes peers where it can (else
+            ``why_no_peers`` of the hooks, and the logger "tightwire" at level INFO, say why),
+            measures, and gives modules FSDP's own communication back for as long as that is faster;
+            with ``"exact"`` the option ``algorithm="auto"`` does so, unless there are nodes, error
             feedback or weight differences. With a route for prepared calls the only other arguments
             are ``gradients``, ``wire``, ``codec``, ``checksum``, ``seed``, ``trace`` (works that
             are remembered, 0 by default: on a GPU it costs time), with ``"auto"``

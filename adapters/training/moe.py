@@ -47,7 +47,7 @@ from ..transports.peer import PeerMemory
 from . import weighted_rows
 from .expert_rows import Copies, Order, Rows, Splits, rows_of
 from .hooks import Channel, Closing, Collective, finished, two_communicators
-from .prepared_hooks import peers_of
+from .prepared_hooks import Peers, peers_of
 
 
 class Routing(NamedTuple):
@@ -270,6 +270,9 @@ class ExpertParallel(AllToAll):
             wire.
     """
 
+    #: Why ``connect`` with the route "auto" did not take peers' memory; ``""`` if it did.
+    why_no_peers: str = ""
+
     def __init__(
         self,
         forward: AnyCommunicator,
@@ -464,7 +467,8 @@ def connect(
             gradients of its copies travel each.
         route: ``"network"`` sends messages; by ``"peers"`` the GPUs of a host read one another's
             memory, not with ``node``; ``"auto"`` takes peers where it can, and not if
-            ``NCCL_P2P_DISABLE`` is set.
+            ``NCCL_P2P_DISABLE`` is set. If it does not, ``why_no_peers`` of the result, and the
+            logger "tightwire" at level INFO, say why.
         **options: Arguments of ``Communicator``, for both directions, of nodes that between them.
 
     Returns:
@@ -480,9 +484,14 @@ def connect(
         raise ValueError(
             f"route is {route!r}, node {node}; allowed: 'network', 'auto', 'peers' without node"
         )
-    peers = peers_of(route, group, torch.device(device)) if node is None else None
-    comms = two_communicators("moe.connect", forward, backward, group, device, options, node)
-    found = ExpertParallel(*comms, experts=experts, peers=peers)
+    purpose = "moe.connect"
+    if node is None:
+        peers = peers_of(route, group, torch.device(device), purpose)
+    else:
+        peers = Peers(None, "node= is given" if route == "auto" else "")
+    comms = two_communicators(purpose, forward, backward, group, device, options, node)
+    found = ExpertParallel(*comms, experts=experts, peers=peers.memory)
+    found.why_no_peers = peers.why_not
     found._group = dist.group.WORLD if group is None else group
     return found
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -18,13 +19,18 @@ from ..collectives.prepared import PreparedCalls
 from ..collectives.prepared_work import Work
 from ..collectives.recorded import BEFORE
 from ..errors import CollectiveError
-from ..transports.peer import PeerMemory
+from ..transports.attempts import attempt
+from ..transports.peer import PeerMemory, PeerMemoryError
 from ..transports.torch_dist import TorchDist
 from .leaving import AwayHooks
 
 #: How bytes travel: as ``Communicator`` sends them, or by prepared calls.
 Route = Literal["exact", "network", "peers", "auto"]
 ROUTES: tuple[Route, ...] = ("exact", "network", "peers", "auto")
+#: Kinds of devices whose memory peers may read.
+_READABLE = {"cuda"}
+#: Bytes of the memory that "auto" tries, before it relies on more.
+_TRIAL_NBYTES = 1 << 12
 #: Options of ``PreparedCalls`` that hooks take.
 _OPTIONS = ("codec", "checksum", "seed", "trace")
 
@@ -144,6 +150,9 @@ class PreparedHook:
         self._prepared: dict[Any, Any] = {}
         #: By group, with the route "auto".
         self.switches: dict[Any, Faster] = {}
+        #: By group, with the route "auto": why messages go over the network there, and peers'
+        #: memory is not read. Records of calls have it as their reason.
+        self.why_no_peers: dict[Any, str] = {}
         self._lock = threading.Lock()
         self._closed = False
         #: Of FSDP modules that are left to FSDP itself.
@@ -178,24 +187,44 @@ class PreparedHook:
         device = key[0]
         calls = self._calls.get(group)
         if calls is None:
-            peers = peers_of(self._route, group, device)
-            transport = TorchDist(group, device)
-            # Messages of peers are a rank's own alone: more of them cost little.
-            depth = 2 if peers is None else 4
-            calls = PreparedCalls(
-                transport,
-                peers=peers,
-                depth=depth,
-                side_by_side=self.side_by_side and peers is None and _graphs_mix(),
-                name=self.purpose,
-                **self._options,
-            )
-            self._calls[group] = calls
-            if self._route == "auto":
-                kept = self._earlier(calls)
-                self.switches[group] = Faster(transport, warm=BEFORE + depth, kept=kept)
-        found = self._prepared[(group, *key)] = make(calls)
+            calls = self._start(group, device, peers_of(self._route, group, device, self.purpose))
+        try:
+            found = make(calls)
+        except PeerMemoryError as error:
+            if self._route != "auto":
+                raise
+            # All ranks are told. Works under way keep the memory that there is.
+            found = make(self._start(group, device, _without(str(error), self.purpose)))
+        self._prepared[(group, *key)] = found
         return found
+
+    def _start(self, group: Any, device: torch.device, peers: Peers) -> PreparedCalls:
+        """Calls of a group, which take the place of those that it has; all its ranks start them."""
+        before = self._calls.get(group)
+        transport = TorchDist(group, device)
+        # Messages of peers are a rank's own alone: more of them cost little.
+        depth = 2 if peers.memory is None else 4
+        calls = PreparedCalls(
+            transport,
+            peers=peers.memory,
+            depth=depth,
+            side_by_side=self.side_by_side and peers.memory is None and _graphs_mix(),
+            name=self.purpose,
+            **self._options,
+        )
+        calls.reason = peers.why_not
+        if peers.why_not:
+            self.why_no_peers[group] = peers.why_not
+        if before is not None:
+            before.forget()
+            calls.broken = before.broken
+            calls.records.extend(before.records)
+            self._prepared = {k: v for k, v in self._prepared.items() if k[0] != group}
+        self._calls[group] = calls
+        if self._route == "auto":
+            kept = self._earlier(calls)
+            self.switches[group] = Faster(transport, warm=BEFORE + depth, kept=kept)
+        return calls
 
     def _earlier(self, calls: PreparedCalls) -> KeptMeasurements | None:
         """What earlier programs have measured of such calls; all ranks ask."""
@@ -270,17 +299,66 @@ def _graphs_mix() -> bool:
     return os.environ.get("NCCL_GRAPH_MIXING_SUPPORT", "1") != "0"
 
 
-def peers_of(route: Route, group: Any, device: torch.device) -> PeerMemory | None:
-    """Memory that the ranks of a group can read from one another, if that is the route."""
-    if route == "network" or (route == "auto" and device.type != "cuda"):
-        return None
-    from ..transports.symmetric import SymmetricMemory, why_not
+class Peers(NamedTuple):
+    """Whether ranks read one another's memory.
+
+    Attributes:
+        memory: The memory. None: messages go over the network.
+        why_not: Why there is none although it was looked for, the same on all ranks; else ``""``.
+    """
+
+    memory: PeerMemory | None
+    why_not: str
+
+
+def peers_of(route: Route, group: Any, device: torch.device, purpose: str) -> Peers:
+    """Memory that the ranks of a group can read from one another, if that is the route.
+
+    With ``"auto"`` some is tried. What fails there on one rank has all of them take the network;
+    the logger "tightwire" says why, at level INFO.
+
+    Args:
+        route: The route.
+        group: The process group, all of whose ranks call this.
+        device: The device of this rank.
+        purpose: What it is for, as the log names it.
+
+    Raises:
+        RuntimeError: On all ranks, if the route is ``"peers"`` and there can be no such memory.
+    """
+    if route == "network":
+        return Peers(None, "")
+    if route != "auto":
+        return Peers(_memory(group, device), "")
+    if device.type not in _READABLE:
+        return _without(f"tensors are on the device {device.type!r}", purpose)
+    try:
+        attempt(group, device, _check_here)
+        memory = _memory(group, device)
+        attempt(group, device, lambda: memory.region(_TRIAL_NBYTES))
+    except PeerMemoryError as error:
+        return _without(str(error), purpose)
+    return Peers(memory, "")
+
+
+def _check_here() -> None:
+    """Raise if this process wants no peers' memory, or cannot import what makes it."""
+    # What the user has told NCCL holds for what is chosen here, too.
+    if os.environ.get("NCCL_P2P_DISABLE", "0") == "1":
+        raise PeerMemoryError("NCCL_P2P_DISABLE is set")
+    from ..transports import symmetric  # noqa: F401
+
+
+def _memory(group: Any, device: torch.device) -> PeerMemory:
+    from ..transports.symmetric import SymmetricMemory
     from ..transports.torch_dist import timeout_of
 
-    if route == "auto":
-        # What the user has told NCCL holds for what is chosen here, too.
-        refused = os.environ.get("NCCL_P2P_DISABLE", "0") == "1"
-        if why_not(group, device, "NCCL_P2P_DISABLE is set" if refused else ""):
-            return None
     # Less than the host waits, which cannot name the rank that is late.
     return SymmetricMemory(group, device, timeout=0.8 * timeout_of(group, device))
+
+
+def _without(why: str, purpose: str) -> Peers:
+    logging.getLogger("tightwire").info(
+        "%s: messages go over the network, as peers' memory cannot be read: %s", purpose, why
+    )
+    return Peers(None, why)

@@ -452,6 +452,7 @@ class Sketches:
             raise call.failure("start", f"an earlier call has failed: {self._broken}")
         call.algorithm = f"{'all-reduce' if everywhere else 'reduce-scatter'} of sketches, lhc"
         call.reason = f"the rule names {len(layers)} layers"
+        call.traced = self.comm.session.traced
         shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in layers]
         wire = Wire(self.comm, call, f"{call.sequence}, {self._settings()}, {shapes}")
         key = tuple(shapes)

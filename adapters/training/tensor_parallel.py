@@ -139,6 +139,12 @@ class TensorParallel(Closing):
         """Bytes that were sent to other ranks so far."""
         return sum(way.wire_bytes for way in self._directions())
 
+    @property
+    def why_no_peers(self) -> str:
+        """Why messages go over the network with the route "auto"; ``""`` if they do not, or yet."""
+        ways = [way for way in self._directions() if isinstance(way, PreparedDirection)]
+        return next((why for way in ways for why in way.why_no_peers.values()), "")
+
     def trace(self) -> list[TraceRecord]:
         """Records of the last calls: those of forward, then those of backward if it has its own."""
         return [record for way in self._directions() for record in way.trace()]

@@ -13,6 +13,17 @@ from typing import Any, Protocol
 import numpy as np
 
 
+class PeerMemoryError(RuntimeError):
+    """Peer memory could not be made. All ranks raise it, and none has made any.
+
+    Args:
+        text: Why.
+
+    Raises:
+        RuntimeError: Never here; it is the base class.
+    """
+
+
 class Region(Protocol):
     """Memory of one size on every rank, which all of them read.
 
@@ -62,6 +73,7 @@ class PeerMemory(Protocol):
             The region, zero.
 
         Raises:
+            PeerMemoryError: On all ranks, if it cannot be made on one of them.
             RuntimeError: If ranks differ in the size.
             TimeoutError: If a rank does not come within the timeout.
         """

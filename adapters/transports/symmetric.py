@@ -15,6 +15,10 @@ import torch.distributed._symmetric_memory as symm
 import triton
 import triton.language as tl
 
+from ..errors import described
+from .attempts import attempt
+from .peer import PeerMemoryError
+
 #: Bytes at the end of a rank's memory for its flags, one int64 for each rank.
 _FLAGS_NBYTES = 1024
 _MOST_RANKS = _FLAGS_NBYTES // 8
@@ -32,7 +36,8 @@ def _now():
 def barrier_kernel(
     flags_ptr,
     peers_ptr,
-    state_ptr,
+    count_ptr,
+    late_ptr,
     rank,
     limit_ns: tl.int64,
     RANKS: tl.constexpr,
@@ -41,11 +46,11 @@ def barrier_kernel(
     """Tell all ranks that this one is here, and wait for them, for `limit_ns` at most.
 
     `flags_ptr` has this rank's flags, int64, one that each rank writes; `peers_ptr` has the
-    addresses of all ranks' flags. `state_ptr` has the number of barriers so far, and 1 + a rank
-    that has not come: then later barriers do not wait.
+    addresses of all ranks' flags. `count_ptr` has the number of barriers so far, `late_ptr` 1 + a
+    rank that has not come: then later barriers do not wait, also those of other memory.
     """
-    number = tl.load(state_ptr) + 1
-    tl.store(state_ptr, number)
+    number = tl.load(count_ptr) + 1
+    tl.store(count_ptr, number)
     i = tl.arange(0, SIZE)
     used = i < RANKS
     peers = tl.load(peers_ptr + i, used, 0) + rank * 8
@@ -56,22 +61,30 @@ def barrier_kernel(
     seen = tl.atomic_add(flags_ptr + i, zero, mask=used, sem="acquire", scope="sys")
     missing = tl.max((used & (seen < number)).to(tl.int32), 0)
     # The host knows of a rank that was late: nobody waits for it once more.
-    until = _now() + tl.where(tl.load(state_ptr + 1) > 0, 0, limit_ns)
+    known = tl.load(late_ptr)
+    until = _now() + tl.where(known > 0, 0, limit_ns)
     while (missing > 0) & (_now() < until):
         seen = tl.atomic_add(flags_ptr + i, zero, mask=used, sem="acquire", scope="sys")
         missing = tl.max((used & (seen < number)).to(tl.int32), 0)
     if missing > 0:
         late = tl.max(tl.where(used & (seen < number), i + 1, 0), 0)
-        tl.store(state_ptr + 1, late.to(tl.int64))
+        # The first one is named: later it may have kept others from coming.
+        tl.store(late_ptr, tl.where(known > 0, known, late.to(tl.int64)))
 
 
 class SymmetricRegion:
-    """A ``Region`` in the memory of GPUs."""
+    """A ``Region`` in the memory of GPUs. All ranks make it together.
 
-    def __init__(self, nbytes: int, group: Any, device: torch.device, timeout: float) -> None:
-        self._memory = symm.empty(nbytes + _FLAGS_NBYTES, dtype=torch.uint8, device=device)
-        self._memory.zero_()
-        torch.cuda.current_stream(device).synchronize()
+    Args:
+        memory: What this rank has of it, with space for flags behind.
+        group: The process group.
+        late: Who did not come to a barrier of any region: see `Region.late`.
+        timeout: Seconds after which waiting ends.
+    """
+
+    def __init__(self, memory: Any, group: Any, late: Any, timeout: float) -> None:
+        device, nbytes = memory.device, memory.shape[0] - _FLAGS_NBYTES
+        self._memory = memory
         self._handle = symm.rendezvous(self._memory, group.group_name)
         ranks = range(self._handle.world_size)
         self._rank: int = self._handle.rank
@@ -84,8 +97,9 @@ class SymmetricRegion:
         self._flags = self._memory[nbytes:].view(torch.int64)
         addresses = [self._handle.buffer_ptrs[rank] + nbytes for rank in ranks]
         self._peers = torch.tensor(addresses, dtype=torch.int64, device=device)
-        #: Barriers so far, and who did not come.
-        self._state = torch.zeros(2, dtype=torch.int64, device=device)
+        #: Barriers so far.
+        self._count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._late = late
         self._limit_ns = round(timeout * 1e9)
         self._size = triton.next_power_of_2(len(ranks))
 
@@ -99,7 +113,8 @@ class SymmetricRegion:
         barrier_kernel[(1,)](
             self._flags,
             self._peers,
-            self._state,
+            self._count,
+            self._late,
             self._rank,
             self._limit_ns,
             RANKS=len(self._parts),
@@ -109,7 +124,7 @@ class SymmetricRegion:
 
     def late(self) -> Any:
         """See ``Region``."""
-        return self._state[1:]
+        return self._late
 
 
 class SymmetricMemory:
@@ -123,7 +138,7 @@ class SymmetricMemory:
         timeout: Seconds after which waiting ends.
 
     Raises:
-        RuntimeError: If a rank is on another host, or its GPU cannot be read from here: on all
+        PeerMemoryError: If a rank is on another host, or its GPU cannot be read from here: on all
             ranks, which says why.
     """
 
@@ -132,9 +147,11 @@ class SymmetricMemory:
         index = torch.cuda.current_device() if device is None else torch.device(device).index
         self._device = torch.device("cuda", index)
         self._timeout = timeout
+        #: A call with several barriers, in several regions, waits once for a rank that is late.
+        self._late: Any = None
         problem = why_not(self._group, self._device)
         if problem:
-            raise RuntimeError(f"no peer memory: {problem}")
+            raise PeerMemoryError(f"no peer memory: {problem}")
 
     @property
     def rank(self) -> int:
@@ -148,7 +165,22 @@ class SymmetricMemory:
 
     def region(self, nbytes: int) -> SymmetricRegion:
         """See ``PeerMemory``."""
-        return SymmetricRegion(nbytes, self._group, self._device, self._timeout)
+        # A rank without memory must not leave the others waiting for it.
+        memory = attempt(self._group, self._device, lambda: self._zeros(nbytes))
+        return attempt(
+            self._group,
+            self._device,
+            lambda: SymmetricRegion(memory, self._group, self._late, self._timeout),
+        )
+
+    def _zeros(self, nbytes: int) -> Any:
+        """Memory of this rank that others can be given, for so many bytes and the flags."""
+        memory = symm.empty(nbytes + _FLAGS_NBYTES, dtype=torch.uint8, device=self._device)
+        memory.zero_()
+        if self._late is None:
+            self._late = torch.zeros(1, dtype=torch.int64, device=self._device)
+        torch.cuda.current_stream(self._device).synchronize()
+        return memory
 
 
 def why_not(group: Any, device: torch.device, problem: str = "") -> str:
@@ -161,10 +193,18 @@ def why_not(group: Any, device: torch.device, problem: str = "") -> str:
         device: This rank's GPU.
         problem: Why this rank does not want to; ``""`` if it does.
     """
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    uuid = ""
+    # What fails here must not leave the others waiting.
+    try:
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+    except Exception as error:
+        problem = problem or described(error)
     places: list[Any] = [None] * group.size()
     dist.all_gather_object(places, (socket.gethostname(), uuid), group=group)
-    problem = problem or _problem(places, device)
+    try:
+        problem = problem or _problem(places, device)
+    except Exception as error:
+        problem = described(error)
     problems: list[Any] = [None] * group.size()
     dist.all_gather_object(problems, problem, group=group)
     return next((p for p in problems if p), "")

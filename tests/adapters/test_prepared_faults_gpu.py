@@ -1,4 +1,4 @@
-"""A rank that is killed or stops in a prepared call on a GPU: what the other gets, and when.
+"""A rank that is killed or stops in a prepared call on a GPU: what the others get, and when.
 
 This file is also what the processes run.
 """
@@ -30,10 +30,15 @@ if not dist.is_available():
 from tightwire.adapters.collectives.prepared import PreparedCalls  # noqa: E402
 from tightwire.adapters.transports.torch_dist import TorchDist  # noqa: E402
 
-RANKS, VICTIM = 2, 1
+VICTIM = 1
 #: When the victim is struck: in a call, or before a replay of a graph that holds one.
 EAGER = ("before encode", "before network", "before decode")
 STAGES = (*EAGER, "before replay")
+#: By the number of ranks, collectives and stages; with more than two there are few.
+STRUCK: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    2: (("all_gather", "all_reduce"), STAGES),
+    4: (("all_reduce",), ("before network", "before replay")),
+}
 #: Seconds that a rank waits for another by peers' memory, and those of the process group.
 PEERS, GROUP = 4.0, 10.0
 N = 300_000
@@ -42,8 +47,8 @@ N = 300_000
 # What the processes run.
 
 
-def prepared(route: str, codec: str, rank: int, store: str) -> Any:
-    """Calls of two GPUs."""
+def prepared(route: str, codec: str, rank: int, ranks: int, store: str) -> Any:
+    """Calls of some GPUs."""
     # Without it a graph cannot hold NCCL's calls.
     os.environ["NCCL_GRAPH_REGISTER"] = "0"
     device = torch.device("cuda", rank)
@@ -52,7 +57,7 @@ def prepared(route: str, codec: str, rank: int, store: str) -> Any:
         "nccl",
         init_method=f"file://{store}",
         rank=rank,
-        world_size=RANKS,
+        world_size=ranks,
         timeout=timedelta(seconds=GROUP),
         device_id=device,
     )
@@ -72,13 +77,13 @@ def captured(call: Any, x: Any, out: Any) -> Any:
     return graph
 
 
-def faults(case: list[str], rank: int, store: str, report: Callable[[Any], None]) -> None:
-    route, collective, stage, fault = case
+def faults(case: list[Any], rank: int, store: str, report: Callable[[Any], None]) -> None:
+    ranks, route, collective, stage, fault = case
     # A graph holds no messages that may not fit. The values are exact in either codec.
     lossy = route == "network" and stage == "before replay"
-    calls = prepared(route, "mx" if lossy else "zipccl", rank, store)
+    calls = prepared(route, "mx" if lossy else "zipccl", rank, ranks, store)
     x = torch.full((N,), rank + 1.0, dtype=torch.bfloat16, device="cuda")
-    size = RANKS * N if collective == "all_gather" else N
+    size = ranks * N if collective == "all_gather" else N
     out = torch.full((size,), float("nan"), dtype=torch.bfloat16, device="cuda")
     call = getattr(calls, collective)(x)
     for _ in range(2):
@@ -88,7 +93,8 @@ def faults(case: list[str], rank: int, store: str, report: Callable[[Any], None]
         graph = captured(call, x, out)
         graph.replay()
         call.check()
-    assert set(out.tolist()) == ({1.0, 2.0} if collective == "all_gather" else {3.0})
+    terms = {rank + 1.0 for rank in range(ranks)}
+    assert set(out.tolist()) == (terms if collective == "all_gather" else {sum(terms)})
     torch.cuda.synchronize()
     if rank == VICTIM:
         if graph is not None:
@@ -122,23 +128,29 @@ def faults(case: list[str], rank: int, store: str, report: Callable[[Any], None]
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.parametrize("ranks", STRUCK)
 @pytest.mark.parametrize("route", ["peers", "network"])
-def test_the_other_rank_gets_an_error_in_time(route: str, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip("needs 2 GPUs")
-    struck = itertools.product(("all_gather", "all_reduce"), STAGES, ("killed", "stopped"))
-    cases = [(route, *case) for case in struck]
-    found = launch(__file__, "faults", cases, RANKS, tmp_path, 200, "default")
+def test_the_other_ranks_get_an_error_in_time(route: str, ranks: int, tmp_path: Path) -> None:
+    count = torch.cuda.device_count()
+    if count < ranks:
+        pytest.skip(f"needs {ranks} GPUs; found: {count}")
+    struck = itertools.product(*STRUCK[ranks], ("killed", "stopped"))
+    cases = [(ranks, route, *case) for case in struck]
+    found = launch(__file__, "faults", cases, ranks, tmp_path, 200, "default")
     assert len(found) == len(cases)
     text = "rank 1 did not come" if route == "peers" else "nothing arrived|have left|not noticed"
-    for case, (result, victim) in found.items():
-        assert victim is None, (case, victim)
-        collective = json.loads(case)[1]
-        assert result is not None, case
-        assert re.search(rf"rank 0: {collective} #\d.*({text})", result["error"]), (case, result)
-        assert result["seconds"] < (PEERS + 2 if route == "peers" else GROUP), (case, result)
-        assert "an earlier call has failed" in result["again"], (case, result)
-        assert result["works"], (case, result)
+    for case, results in found.items():
+        collective = json.loads(case)[2]
+        assert results[VICTIM] is None, (case, results)
+        for rank, result in enumerate(results):
+            if rank == VICTIM:
+                continue
+            assert result is not None, (case, rank)
+            wanted = rf"rank {rank}: {collective} #\d.*({text})"
+            assert re.search(wanted, result["error"]), (case, result)
+            assert result["seconds"] < (PEERS + 2 if route == "peers" else GROUP), (case, result)
+            assert "an earlier call has failed" in result["again"], (case, result)
+            assert result["works"], (case, result)
 
 
 if __name__ == "__main__":

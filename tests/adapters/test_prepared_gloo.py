@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import tightwire as tw
+from prepared_ranks import check_tensors
 from processes import join, launch
 
 torch = pytest.importorskip("torch")
@@ -109,6 +110,8 @@ def everything(device: Any) -> list[float]:
     broadcasts(calls)
     lists(calls)
     lists(PreparedCalls(TorchDist(dist.new_group()), sizes="exact"))
+    assert check_tensors(TorchDist(dist.new_group()), device, "zipccl") > 0
+    assert check_tensors(TorchDist(dist.new_group()), device, "mx") == 0
     found = narrow(calls)
     messages(TorchDist(dist.new_group()))
     return found

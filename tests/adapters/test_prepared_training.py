@@ -61,7 +61,7 @@ def test_peers_wait_about_as_long_as_the_group(
     try:
         groups = None, dist.new_group(), dist.new_group(timeout=timedelta(minutes=3))
         for group in groups:
-            peers_of("peers", group, torch.device("cpu"))
+            peers_of("peers", group, torch.device("cpu"), "a test")
     finally:
         dist.destroy_process_group()
     assert found == pytest.approx([336, 336, 144])

@@ -17,6 +17,7 @@ import pytest
 import tightwire as tw
 from tightwire.adapters.collectives import running
 from tightwire.adapters.collectives.calls import Call
+from tightwire.adapters.collectives.prepared import PreparedCalls
 from tightwire.adapters.collectives.running import dump_calls, dump_on_signal, running_calls
 from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 
@@ -156,3 +157,35 @@ def test_a_signal_is_refused_outside_of_the_main_thread() -> None:
     thread.join()
     assert len(caught) == 1
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("trace", [0, 5])
+def test_profilers_see_stages_where_calls_are_traced(
+    trace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    pushed: list[str] = []
+    popped: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", pushed.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: popped.append(1))
+
+    def prepared(transport: Any) -> None:
+        calls = PreparedCalls(transport, trace=trace)
+        x, out = np.ones(3000, np.float32), np.empty(6000, np.float32)
+        gather = calls.all_gather(x)
+        gather(x, out).wait()
+        with calls.begin("test", "").stage("ours"):
+            pass
+
+    def communicator(transport: Any) -> None:
+        comm = tw.Communicator(transport, trace=trace, algorithm="compressed")
+        comm.all_gather(np.ones(3000, np.float32))
+
+    for task in (prepared, communicator):
+        pushed.clear()
+        popped.clear()
+        run_ranks(2, task)
+        assert len(pushed) == len(popped)
+        assert ("tightwire.all_gather.encode" in pushed) == bool(trace)
+        assert bool(pushed) == bool(trace)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import tightwire as tw
+from prepared_ranks import check_tensors
 from ranks import DESIGNS, DTYPES, Ranks, check_collectives, exact
 
 torch = pytest.importorskip("torch")
@@ -235,6 +236,27 @@ def test_sums_by_sketch(link: str, tmp_path: Path) -> None:
     world_size = min(torch.cuda.device_count(), 4)
     for rounds in launch("sketched", world_size, tmp_path, LINKS[link]):
         assert min(rounds) > 3
+
+
+def prepared(transport: TorchDist) -> list[int]:
+    """Every prepared collective, of one tensor and of lists; how many calls were made again."""
+    device = torch.device("cuda", transport.rank)
+    found = [check_tensors(transport, device, codec) for codec in ("zipccl", "mx")]
+    # Also the last rank, whose result nobody reads, has come so far.
+    dist.barrier()
+    torch.cuda.synchronize()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("link", ["p2p off", "sockets"])
+def test_prepared_calls(link: str, world_size: int, tmp_path: Path) -> None:
+    count = torch.cuda.device_count()
+    if count < world_size:
+        pytest.skip(f"needs {world_size} GPUs; found: {count}")
+    for lossless, lossy in launch("prepared", world_size, tmp_path, LINKS[link]):
+        assert lossless > 0
+        assert lossy == 0
 
 
 def main(task: str, rank: str, world_size: str, store: str) -> None:
