@@ -276,7 +276,8 @@ class PreparedCalls:
     def recorder(self, like: Any) -> Recorder | None:
         """What records calls on the device of an array; None where they are queued anew each time.
 
-        All of a call is recorded as one where a graph can hold what the transport does.
+        All of a call is recorded as one where a graph can hold what the transport does. Exchanges
+        of calls that run at the same time are no part of it: see ``queue``.
 
         Args:
             like: The array.
@@ -286,12 +287,16 @@ class PreparedCalls:
         if self.route.reads_sizes:
             return None
         if self._recorder is None:
-            whole = not self.route.learns or self.transport.capturable
+            alone = not self.side_by_side
+            whole = not self.route.learns or (alone and self.transport.capturable)
             self._recorder = GraphRecorder(like.device, whole=whole)
         return self._recorder
 
     def queue(self, like: Any, work: Callable[[], None], beside: bool) -> Callable[[], None]:
         """Queue work of the network, perhaps beside what is queued next.
+
+        Of calls that run at the same time all of it goes to one stream: there exchanges follow one
+        another, with no gap in which what else is computed takes their processors.
 
         Args:
             like: An array of the device.
@@ -305,7 +310,7 @@ class PreparedCalls:
             work()
             return _nothing
         queue = _run if self._recorder is None else self._recorder.queue
-        if not beside:
+        if not (beside or self.side_by_side):
             queue(work)
             return _nothing
         import torch
@@ -325,8 +330,12 @@ class PreparedCalls:
         def wait() -> None:
             torch.cuda.current_stream(like.device).wait_event(done)
 
-        queue(run)
-        return lambda: queue(wait)
+        def run_and_wait() -> None:
+            run()
+            wait()
+
+        queue(run if beside else run_and_wait)
+        return (lambda: queue(wait)) if beside else _nothing
 
     def join(self, like: Any) -> None:
         """Have the current stream wait for what runs at the same time, after an error.
