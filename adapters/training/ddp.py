@@ -38,8 +38,10 @@ from ..collectives.communicator import Communicator
 from ..collectives.nodes import AnyCommunicator
 from .error_feedback import ErrorFeedback
 from .hooks import (
+    NOT_CONNECTED,
     Channel,
     Closing,
+    Connecting,
     average,
     check_feedback,
     check_gradients,
@@ -49,7 +51,6 @@ from .hooks import (
     distributed,
     in_backward,
     install,
-    node_communicator,
     trained_device,
 )
 from .leaving import NativeBuckets
@@ -63,6 +64,8 @@ class DdpHook(Closing):
 
     A bucket takes one reduce-scatter and one all-gather or, with a communicator that sums over
     hops, one all-reduce (DynamiQ, section 4). A context manager, which ends with ``close()``.
+    A copy makes a communicator of its own when it is first used, in the default process group,
+    unless one was passed to ``register``.
 
     Args:
         comm: The communicator, which may be one of nodes.
@@ -88,12 +91,35 @@ class DdpHook(Closing):
             raise ValueError("error_feedback is given, names are not; needed: both or none")
         if error_feedback is not None and names is not None:
             error_feedback.belongs(names.values(), comm.rank, comm.world_size)
-        self._channel = Channel(comm)
+        self._channel: Channel | None = Channel(comm)
+        #: Of what the communicator was made; None if it was given.
+        self._connecting: Connecting | None = None
         self.error_feedback = error_feedback
         self._names = names or {}
         #: Buckets that are left to PyTorch, and the model's process group, if they may be.
         self.native_buckets: NativeBuckets | None = None
         self.group: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = self._connecting
+        return {
+            "_connecting": own and own.of_copy(),
+            "error_feedback": self.error_feedback,
+            "_names": self._names,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._channel = self.native_buckets = self.group = None
+
+    def _connected(self, device: torch.device) -> Channel:
+        """The channel, which a copy makes when it is first used."""
+        if self._channel is None:
+            if self._connecting is None:
+                raise TypeError(NOT_CONNECTED)
+            self._channel = Channel(self._connecting.connect(device))
+            self._leave_to(dist.group.WORLD)
+        return self._channel
 
     def _leave_to(self, group: Any) -> None:
         """Leave buckets to PyTorch where the communicator finds native calls faster.
@@ -114,23 +140,29 @@ class DdpHook(Closing):
         super().close()
 
     def _open(self) -> Iterable[Channel]:
-        return [self._channel]
+        return [] if self._channel is None else [self._channel]
 
     @property
     def comm(self) -> AnyCommunicator:
-        """The communicator; its ``trace()`` has the calls one by one."""
+        """The communicator; its ``trace()`` has the calls one by one.
+
+        Raises:
+            TypeError: If this is a copy that has made no call.
+        """
+        if self._channel is None:
+            raise TypeError(NOT_CONNECTED)
         comm: AnyCommunicator = self._channel.comm
         return comm
 
     @property
     def raw_bytes(self) -> int:
         """Bytes to other ranks without compression so far; 0 if the communicator has no trace."""
-        return self._channel.raw_bytes
+        return 0 if self._channel is None else self._channel.raw_bytes
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that were sent to other ranks so far; 0 if the communicator has ``trace=0``."""
-        return self._channel.wire_bytes
+        return 0 if self._channel is None else self._channel.wire_bytes
 
     def _average(self, bucket: Any) -> None:
         if self.error_feedback is None:
@@ -161,7 +193,8 @@ def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[to
         A Future of the averaged gradients.
 
     Raises:
-        TypeError: For sparse or complex gradients.
+        TypeError: For sparse or complex gradients; by a copy of a hook to which a communicator was
+            passed.
         CollectiveError: If anything goes wrong on the wire. ``backward()`` raises errors at its
             end, when all buckets were sent; gradients are then undefined. The next step works if
             the communicator can be used on; else it raises again (without ``register`` maybe as
@@ -171,10 +204,11 @@ def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[to
     if state.native_buckets is not None and state.native_buckets.take(bucket):
         return allreduce_hook(state.group, bucket)
     gradients = bucket.buffer()
-    collectives = collectives_of_average(state.comm.topology)
 
     def call() -> Any:
-        return state._channel.run(gradients, lambda: state._average(bucket), collectives)
+        channel = state._connected(gradients.device)
+        collectives = collectives_of_average(state.comm.topology)
+        return channel.run(gradients, lambda: state._average(bucket), collectives)
 
     return in_backward(state, gradients, call)
 
@@ -243,20 +277,23 @@ def register(
             )
         check_gradients(as_codec(options.get("codec", "zipccl")))
         prepared = PreparedDdpHook(route, model.process_group, **options)
+        prepared.meet(model.process_group, trained_device(model))
         install(model, prepared, prepared_ddp_hook)
         return prepared
+    connecting: Connecting | None = None
     given = sorted(options | {k: v for k, v in (("node", node), ("within", within)) if v})
     if comm is None:
         check_options(register, options)
         check_nodes(node, within)
-        place = model.process_group, trained_device(model), "ddp.register"
-        comm = node_communicator(*place, node, within, **options)
+        connecting = Connecting(model.process_group, "ddp.register", node, within, options)
+        comm = connecting.connect(trained_device(model))
     elif given:
         raise ValueError(f"comm and {given} are given; allowed: one or the other")
     else:
         check_gradients(comm.codec)
     names = {p: name for name, p in model.module.named_parameters()}
     state = DdpHook(comm, error_feedback, names)
+    state._connecting = connecting
     state._leave_to(model.process_group)
     install(model, state, ddp_hook)
     return state

@@ -139,8 +139,9 @@ class _Hook(Closing):
             kind = type(self).__name__
             if self._closed:
                 raise CollectiveError(group.rank(), kind, 0, "start", "the hook is closed")
-            place = group, tensor.device, f"FSDP: {kind}"
-            made = node_communicator(*place, *self._levels, **self._options)
+            place = group, tensor.device, f"FSDP: {kind}, route 'exact'"
+            options = {"name": f"FSDP: {kind}"} | self._options
+            made = node_communicator(*place, *self._levels, **options)
             channel = self._channels[group] = Channel(made)
         comm = channel.comm
         return channel.run(tensor, lambda: call(comm), collectives)
@@ -547,8 +548,16 @@ class Hooks(NamedTuple):
     all_gather: Any
     reduce_scatter: Any
 
+    def remove(self) -> None:
+        """Take the hooks off, and close them: the model goes on with FSDP's own communication.
+
+        All ranks call it between the same steps. Modules whose hook somebody else has replaced
+        keep what they have. A model may be compressed once more.
+        """
+        remove(self.all_gather, self.reduce_scatter)
+
     def close(self) -> None:
-        """Close both hooks. Later calls raise CollectiveError."""
+        """Close both hooks. Later calls raise CollectiveError, also those of the model."""
         self.all_gather.close()
         self.reduce_scatter.close()
 
@@ -558,6 +567,18 @@ class Hooks(NamedTuple):
     def __exit__(self, *_: object) -> None:
         """`close()`."""
         self.close()
+
+
+def remove(*hooks: Any) -> None:
+    """Take hooks off their modules, and close them.
+
+    Args:
+        *hooks: Those of parameters and of gradients.
+    """
+    for hook in hooks:
+        hook.away.remove()
+    for hook in hooks:
+        hook.close()
 
 
 def compress(
@@ -675,12 +696,13 @@ def compress(
             own = gathers.named(name)
         elif parameter_feedback is not None:
             own = gathers.with_feedback(parameter_feedback, f"{name}, parameters", m)
-        _install(m, "all_gather", own, leaves and own is gathers)
+        _install(gathers.away, m, "all_gather", own, leaves and own is gathers)
         reduce: Any = scatters
         if error_feedback is not None:
             reduce = scatters.with_feedback(error_feedback, name)
-        _install(m, "reduce_scatter", reduce, leaves and reduce is scatters)
-        group = None if node is None else _take_replicas(m)
+        away = scatters.away
+        _install(away, m, "reduce_scatter", reduce, leaves and reduce is scatters)
+        group = None if node is None else _take_replicas(m, away)
         if group is not None:
             mean: Any = scatters.mean_over(group)
             if error_feedback is not None:
@@ -689,18 +711,22 @@ def compress(
     return Hooks(gathers, scatters)
 
 
-def _install(module: Any, kind: Kind, hook: Any, leaves: bool) -> None:
+def _install(away: AwayHooks, module: Any, kind: Kind, hook: Any, leaves: bool) -> None:
     """Set a hook of an FSDP module, which leaves when native calls are faster, or stays."""
     if leaves:
-        ModuleHooks(hook.away, module, {kind: _AutoHook(hook, kind)}).install()
+        ModuleHooks(away, module, {kind: _AutoHook(hook, kind)}).install()
     else:
-        Communication(module, kind).install(hook)
+        away.install(Communication(module, kind), hook)
 
 
-def _take_replicas(module: Any) -> Any:
+#: What FSDP has of a module's sums over replicas.
+_TAKEN = ("mesh_info", "post_forward_mesh_info", "_all_reduce_hook")
+
+
+def _take_replicas(module: Any, away: AwayHooks) -> Any:
     """The process group of the replicas of an FSDP module, which FSDP sums over no longer.
 
-    None if there are none.
+    None if there are none. FSDP does so again when `away` takes its hooks off.
     """
     # Nothing public has FSDP leave its sums over replicas to a hook.
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
@@ -710,6 +736,8 @@ def _take_replicas(module: Any) -> Any:
         info = group.mesh_info
         if isinstance(info, HSDPMeshInfo):
             found = info.replicate_process_group
+            before = {name: getattr(group, name) for name in _TAKEN}
+            away.on_remove(functools.partial(vars(group).update, before))
             alone = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
             if group.post_forward_mesh_info == info:
                 group.post_forward_mesh_info = alone
@@ -740,7 +768,7 @@ def _compress_prepared(
             ModuleHooks(away, m, hooks).install()
         else:
             for kind, hook in hooks.items():
-                Communication(m, kind).install(hook)
+                away.install(Communication(m, kind), hook)
     return Hooks(gathers, scatters)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
@@ -121,6 +123,62 @@ def check_nodes(node: int | None, within: str | Codec | None) -> None:
         check_gradients(as_codec(within))
 
 
+class Connecting(NamedTuple):
+    """What a hook of DistributedDataParallel makes its communicator of, and a copy another one.
+
+    Attributes:
+        group: The process group; None: the default one.
+        purpose: As in ``communicator``.
+        node: As in ``node_communicator``.
+        within: As there.
+        options: Arguments of ``Communicator``.
+    """
+
+    group: Any
+    purpose: str
+    node: int | None
+    within: str | Codec | None
+    options: dict[str, Any]
+
+    def connect(self, device: torch.device) -> AnyCommunicator:
+        """Make the communicator; all ranks do.
+
+        Args:
+            device: The device of this rank.
+
+        Raises:
+            CollectiveError: As `TorchDist.new_group`.
+        """
+        meets = f"{self.purpose}, route 'exact'"
+        options = {"name": self.purpose} | self.options
+        return node_communicator(self.group, device, meets, self.node, self.within, **options)
+
+    def of_copy(self) -> Connecting:
+        """The same for a copy of the hook, which takes the default process group."""
+        warn_of_group(self.group)
+        return self._replace(group=None)
+
+
+def warn_of_group(group: Any) -> None:
+    """Warn that a copy of a hook has another process group.
+
+    DistributedDataParallel, too, is of the default group when it has been copied.
+    """
+    if group is not None and group is not dist.group.WORLD:
+        warnings.warn(
+            "a hook's process group is not copied: the copy uses the default one",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+#: What is wrong if a copy that has no communicator is to make calls.
+NOT_CONNECTED = (
+    "the hook is a copy, which has no communicator. One that was passed to register() is not "
+    "copied: register a hook on the model that was copied"
+)
+
+
 def two_communicators(
     purpose: str,
     forward: str | Codec | None,
@@ -130,17 +188,21 @@ def two_communicators(
     options: Mapping[str, Any],
     node: int | None = None,
     within: str | Codec | None = None,
+    route: str = "",
 ) -> tuple[AnyCommunicator, AnyCommunicator]:
     """Communicators of what travels forward and of gradients, each on connections of its own.
 
-    A codec of None leaves a direction uncompressed. Else as `node_communicator`.
+    A codec of None leaves a direction uncompressed. A route is compared. Else as
+    `node_communicator`.
     """
     check_nodes(node, within)
     place, comms = (group, torch.device(device)), []
     for direction, codec in (("forward", forward), ("backward", backward)):
         path = {"algorithm": "native"} if codec is None else {"codec": codec}
-        own = {**options, **path}
-        comms.append(node_communicator(*place, f"{purpose}, {direction}", node, within, **own))
+        name = f"{purpose}, {direction}"
+        own = {"name": name, **options, **path}
+        meets = f"{name}, route {route!r}" if route else name
+        comms.append(node_communicator(*place, meets, node, within, **own))
     return comms[0], comms[1]
 
 

@@ -71,6 +71,13 @@ class Communication:
         self._installed()[self._kind] = self
         self.set(hook)
 
+    def remove(self, hook: Any) -> None:
+        """Set PyTorch's own again, unless somebody has replaced the hook."""
+        if self.current() is hook:
+            self.set(self.own)
+        if self.is_newest():
+            del self._installed()[self._kind]
+
     def is_newest(self) -> bool:
         """Whether no hook was installed after this one's."""
         return self._installed().get(self._kind) is self
@@ -114,7 +121,7 @@ class _Away(NamedTuple):
 
 
 class AwayHooks:
-    """Hooks of FSDP modules that are away until they come back to look again.
+    """Hooks of FSDP modules, some of which are away until they come back to look again.
 
     All ranks of a process group make the same calls in the same order. So each module that left
     counts its own calls: the first that has enough brings back all hooks that share a group with
@@ -127,6 +134,24 @@ class AwayHooks:
     def __init__(self, renew: Callable[[Any], None]) -> None:
         self._renew = renew
         self._away: list[_Away] = []
+        #: What takes hooks off their modules.
+        self._removals: list[Callable[[], None]] = []
+
+    def install(self, communication: Communication, hook: Any) -> None:
+        """Set a hook of a module, until `remove`."""
+        communication.install(hook)
+        self.on_remove(functools.partial(communication.remove, hook))
+
+    def on_remove(self, call: Callable[[], None]) -> None:
+        """Have `remove` call something."""
+        self._removals.append(call)
+
+    def remove(self) -> None:
+        """Take all hooks off their modules."""
+        self.close()
+        removals, self._removals = self._removals, []
+        for call in removals:
+            call()
 
     def put_away(self, groups: Iterable[Any], hooks: Sequence[tuple[Communication, Any]]) -> None:
         """Put PyTorch's own communication in the place of hooks of one module.
@@ -191,7 +216,7 @@ class ModuleHooks:
         """Set the hooks."""
         for communication, hook in self._hooks:
             hook.own, hook.together = communication.own, self
-            communication.install(hook)
+            self._away.install(communication, hook)
 
     def found(self, kind: Kind, group: Any, native: bool) -> None:
         """Say whether PyTorch's own communication is the faster one.

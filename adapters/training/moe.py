@@ -44,6 +44,7 @@ from ..collectives import tensors
 from ..collectives.calls import TraceRecord
 from ..collectives.nodes import AnyCommunicator
 from ..transports.peer import PeerMemory
+from ..transports.torch_dist import TorchDist
 from . import weighted_rows
 from .expert_rows import Copies, Order, Rows, Splits, rows_of
 from .hooks import Channel, Closing, Collective, finished, two_communicators
@@ -485,6 +486,7 @@ def connect(
             f"route is {route!r}, node {node}; allowed: 'network', 'auto', 'peers' without node"
         )
     purpose = "moe.connect"
+    TorchDist.meet(group, device, f"{purpose}, route {route!r}")
     if node is None:
         peers = peers_of(route, group, torch.device(device), purpose)
     else:

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from ..collectives.prepared_work import Work
 from ..collectives.side_stream import SideStream
 from ..errors import CollectiveError
-from .hooks import Channel, Closing, in_backward, raise_at_the_end
+from .hooks import Channel, Closing, in_backward, raise_at_the_end, warn_of_group
 from .leaving import NativeBuckets
 from .prepared_hooks import EndOfBackward, PreparedHook, Route
 
@@ -53,6 +53,8 @@ class PreparedDdpHook(PreparedHook, Closing):
         self, route: Route, group: Any, *, wire: str | None = None, **options: Any
     ) -> None:
         super().__init__(route, **options)
+        #: What a copy is made of.
+        self._arguments = {"route": route, "wire": wire} | options
         self._group = group
         self._wire = wire
         self._stream = SideStream()
@@ -65,6 +67,11 @@ class PreparedDdpHook(PreparedHook, Closing):
         # DistributedDataParallel asks for what copies gradients out of buckets later, with the last
         # bucket, unless its graph is static.
         self._end = EndOfBackward(self._judge)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has no connections, memory or counts; it is of the default process group."""
+        warn_of_group(self._group)
+        return _copy, (self._arguments,)
 
     def _open(self) -> Iterable[Channel]:
         return ()
@@ -160,6 +167,10 @@ class PreparedDdpHook(PreparedHook, Closing):
                 _copy_out(gradients, parameters)
         if problem is not None:
             raise_at_the_end(self, problem)
+
+
+def _copy(arguments: dict[str, Any]) -> PreparedDdpHook:
+    return PreparedDdpHook(group=dist.distributed_c10d._get_default_group(), **arguments)
 
 
 def _copy_out(bucket: Any, parameters: list[Any]) -> None:

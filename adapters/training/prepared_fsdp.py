@@ -86,6 +86,8 @@ class PreparedGather(PreparedHook):
             functools.partial(GatheringAhead, ahead)
         )
         self._looks_ahead = ahead > 0
+        # Ranks would gather modules in other orders.
+        self.common = f"ahead {ahead}"
         #: Of hooks that tell when a forward has ended.
         self._handles: list[Any] = []
         self._budget: Budget | None = None

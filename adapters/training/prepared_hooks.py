@@ -131,6 +131,8 @@ class PreparedHook:
 
     #: How errors name it.
     purpose = ""
+    #: What else ranks have to have in common, as errors say it.
+    common = ""
     #: Whether calls over a network may run at the same time, as ``PreparedCalls`` says.
     side_by_side = False
 
@@ -147,6 +149,8 @@ class PreparedHook:
         self._route = route
         self._options = options
         self._calls: dict[Any, PreparedCalls] = {}
+        #: Groups whose ranks have the same hook.
+        self._met: set[Any] = set()
         self._prepared: dict[Any, Any] = {}
         #: By group, with the route "auto".
         self.switches: dict[Any, Faster] = {}
@@ -155,8 +159,8 @@ class PreparedHook:
         self.why_no_peers: dict[Any, str] = {}
         self._lock = threading.Lock()
         self._closed = False
-        #: Of FSDP modules that are left to FSDP itself.
-        self.away: AwayHooks | None = None
+        #: Of the FSDP modules that have this hook.
+        self.away = AwayHooks(self.look_again)
         #: What a group's first call of a step is about; see `_repeats`.
         self._first: dict[Any, Hashable] = {}
         #: Bytes to other ranks, without compression and as they were sent, in all calls so far.
@@ -165,8 +169,7 @@ class PreparedHook:
     def close(self) -> None:
         """Free the memory of the calls. Later calls raise CollectiveError."""
         self._closed = True
-        if self.away is not None:
-            self.away.close()
+        self.away.close()
         for calls in self._calls.values():
             calls.forget()
         self._prepared.clear()
@@ -187,6 +190,7 @@ class PreparedHook:
         device = key[0]
         calls = self._calls.get(group)
         if calls is None:
+            self.meet(group, device)
             calls = self._start(group, device, peers_of(self._route, group, device, self.purpose))
         try:
             found = make(calls)
@@ -197,6 +201,22 @@ class PreparedHook:
             found = make(self._start(group, device, _without(str(error), self.purpose)))
         self._prepared[(group, *key)] = found
         return found
+
+    def meet(self, group: Any, device: torch.device) -> None:
+        """Compare by the store, once, which hook the ranks of a group have, and its route.
+
+        Args:
+            group: The process group, all of whose ranks call this.
+            device: The device of this rank.
+
+        Raises:
+            CollectiveError: On all ranks, at once if they differ; within the timeout if a rank does
+                not call it, or an exact hook's first call.
+        """
+        if group not in self._met:
+            purpose = ", ".join(filter(None, [self.purpose, f"route {self._route!r}", self.common]))
+            TorchDist.meet(group, device, purpose)
+            self._met.add(group)
 
     def _start(self, group: Any, device: torch.device, peers: Peers) -> PreparedCalls:
         """Calls of a group, which take the place of those that it has; all its ranks start them."""

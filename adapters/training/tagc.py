@@ -46,10 +46,12 @@ from ..collectives import tensors
 from ..collectives.calls import TraceRecord
 from ..collectives.communicator import Communicator
 from ..collectives.nodes import AnyCommunicator, NodeCommunicator
-from .fsdp import AllGather, CommHook, fsdp_modules
+from .fsdp import AllGather, CommHook, fsdp_modules, remove
 from .hooks import (
+    NOT_CONNECTED,
     Channel,
     Closing,
+    Connecting,
     average,
     check_gradients,
     check_nodes,
@@ -58,7 +60,6 @@ from .hooks import (
     finished,
     in_backward,
     install,
-    node_communicator,
     raise_at_the_end,
     trained_device,
     wide,
@@ -362,6 +363,10 @@ class Hooks(NamedTuple):
     #: `reports` of layers and steps; `residuals.state_dict()` belongs in the rank's checkpoint.
     state: State
 
+    def remove(self) -> None:
+        """As of ``fsdp.Hooks``."""
+        remove(self.all_gather, self.reduce_scatter)
+
     def close(self) -> None:
         """Close both hooks. Later calls raise CollectiveError."""
         self.all_gather.close()
@@ -437,9 +442,9 @@ def compress(
     names = {id(p): name for name, p in module.named_parameters()}
     for _, m in modules:
         gather = hooks.all_gather if gathers is None else gathers.of(m)
-        Communication(m, "all_gather").install(gather)
+        hooks.all_gather.away.install(Communication(m, "all_gather"), gather)
         scatter = hooks.reduce_scatter.unit(_parameters(m, names))
-        Communication(m, "reduce_scatter").install(scatter)
+        scatters.away.install(Communication(m, "reduce_scatter"), scatter)
     return hooks
 
 
@@ -483,27 +488,59 @@ class DdpHook(Closing):
             raise ValueError(
                 "comm was made with trace=0; allowed: at least 1, as bytes are counted by it"
             )
-        self._channel = Channel(comm)
-        self._sums = _Sums(comm, tagc, state)
         self._tagc, self._names = tagc, names
         self.state = state
+        #: As of ``ddp.DdpHook``.
+        self._connecting: Connecting | None = None
+        self._made: tuple[Channel, _Sums] | None = Channel(comm), _Sums(comm, tagc, state)
         self._end = EndOfBackward(self._judge)
 
+    def __getstate__(self) -> dict[str, Any]:
+        own = self._connecting
+        return {
+            "_connecting": own and own.of_copy(),
+            "_tagc": self._tagc,
+            "_names": self._names,
+            "state": self.state,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._made = None
+        self._end = EndOfBackward(self._judge)
+
+    def _connected(self, device: torch.device) -> Channel:
+        """The channel, which a copy makes when it is first used."""
+        if self._made is None:
+            if self._connecting is None:
+                raise TypeError(NOT_CONNECTED)
+            comm = self._connecting.connect(device)
+            self._made = Channel(comm), _Sums(comm, self._tagc, self.state)
+        return self._made[0]
+
+    @property
+    def _sums(self) -> _Sums:
+        if self._made is None:
+            raise TypeError(NOT_CONNECTED)
+        return self._made[1]
+
     def _open(self) -> Iterable[Channel]:
-        return [self._channel]
+        return [] if self._made is None else [self._made[0]]
 
     @property
     def raw_bytes(self) -> int:
         """Bytes to other ranks of an uncompressed reduce-scatter and all-gather, so far."""
-        return self._sums.raw_bytes
+        return 0 if self._made is None else self._sums.raw_bytes
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that were sent to other ranks so far."""
-        return self._sums.wire_bytes
+        return 0 if self._made is None else self._sums.wire_bytes
 
     def trace(self) -> list[TraceRecord]:
         """Records of the last calls: those of the communicator, then those by sketch."""
+        if self._made is None:
+            return []
         return [*self._sums.comm.trace(), *self._sums.sketches.trace()]
 
     def _judge(self) -> None:
@@ -568,7 +605,8 @@ def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[to
     x = bucket.buffer()
 
     def call() -> Any:
-        return state._channel.run(x, lambda: state._average(bucket), collectives=0)
+        channel = state._connected(x.device)
+        return channel.run(x, lambda: state._average(bucket), collectives=0)
 
     return in_backward(state, x, call)
 
@@ -607,18 +645,20 @@ def register(
     model = distributed(model)
     if comm is not None and not isinstance(comm, Communicator | NodeCommunicator):
         raise TypeError(f"comm is {comm!r}; allowed: a Communicator, or None")
+    connecting: Connecting | None = None
     given = sorted(options | ({} if node is None else {"node": node}))
     state, tagc, options = _checked(register, state, tagc, options)
     if comm is None:
         check_nodes(node, None)
-        place = model.process_group, trained_device(model), "tagc.register"
-        comm = node_communicator(*place, node, None, **options)
+        connecting = Connecting(model.process_group, "tagc.register", node, None, options)
+        comm = connecting.connect(trained_device(model))
     elif given:
         raise ValueError(f"comm and {given} are given; allowed: one or the other")
     else:
         check_gradients(comm.codec)
     names = {p: name for name, p in model.module.named_parameters()}
     hook = DdpHook(comm, tagc, state, names)
+    hook._connecting = connecting
     install(model, hook, ddp_hook)
     return hook
 

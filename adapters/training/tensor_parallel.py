@@ -399,7 +399,8 @@ def connect(
         )
         return TensorParallel._prepared(there, back, wire)
     purpose = "tensor_parallel.connect"
-    comms = two_communicators(purpose, forward, backward, group, device, options, node, within)
+    directions = forward, backward, group, device, options, node, within
+    comms = two_communicators(purpose, *directions, route="exact")
     return TensorParallel(*comms, wire=wire)
 
 

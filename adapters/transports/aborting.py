@@ -16,7 +16,10 @@ from ..errors import described
 
 #: Which rank gave up first, and why.
 _KEY = "gave up"
-#: Messages of this package have the tag 0. One of a user's with this tag would be taken for late.
+#: Of messages of this package over gloo, which keeps them apart from those that a user sends in the
+#: same group, whose tag is 0 unless he names one.
+TAG = 0x7468
+#: No message has this one. One of a user's with this tag would be taken for late.
 _TAG = 0x7469
 #: Seconds that the store may take. It may be a rank's that has stopped: then it never answers.
 _PATIENCE = 2.0

@@ -202,6 +202,7 @@ class TorchDist(Transport):
             ValueError: If this process is not in the group, or the group was destroyed.
         """
         given, device = _member(group, device)
+        _connects(given, device)
         rank, size = given.rank(), given.size()
         store, number, wanted = cls._meet(given, device, timeout, purpose)
         return cls._part(given, device, (store, rank, size), number, wanted)
@@ -238,6 +239,7 @@ class TorchDist(Transport):
             ValueError: As ``new_group``, and if nodes would be uneven.
         """
         given, device = _member(group, device)
+        _connects(given, device)
         rank, size = given.rank(), given.size()
         check_node(node, rank, size, purpose)
         store, number, wanted = cls._meet(given, device, timeout, f"{purpose}, nodes of {node}")
@@ -251,6 +253,25 @@ class TorchDist(Transport):
             within.close()
             raise
 
+    @classmethod
+    def meet(cls, group: Any, device: Any, purpose: str) -> None:
+        """Compare by the store what ranks are about to use a process group for.
+
+        All ranks of the group call it, in one order with ``new_group`` and ``new_grid``, with which
+        it is compared, too.
+
+        Args:
+            group: The process group. None: the default one.
+            device: As in ``TorchDist``.
+            purpose: What this rank wants the group for.
+
+        Raises:
+            CollectiveError: At once if ranks differ in purpose, backend or timeout; within the
+                timeout if a rank does not call it.
+            ValueError: If this process is not in the group, or the group was destroyed.
+        """
+        cls._meet(*_member(group, device), None, purpose)
+
     @staticmethod
     def _meet(
         given: Any, device: torch.device, timeout: float | None, purpose: str
@@ -260,8 +281,6 @@ class TorchDist(Transport):
         Raises if ranks differ.
         """
         kind = backend_of(given, device).name()
-        if kind not in _CONNECT:
-            raise TypeError(f"group has the backend {kind!r}; allowed: {sorted(_CONNECT)}")
         wanted = _timeout(given, device, timeout)
         rank, size = given.rank(), given.size()
         store = store_of(given)
@@ -498,7 +517,7 @@ class TorchDist(Transport):
                     _tensor(out).copy_(_tensor(x))
                 continue
             for move, arrays in ((self._group.recv, receives), (self._group.send, sends)):
-                works += [move([_tensor(x)], peer, 0) for x in arrays if x.shape[0]]
+                works += [move([_tensor(x)], peer, aborting.TAG) for x in arrays if x.shape[0]]
         for work in works:
             self._received(work)
 
@@ -510,12 +529,12 @@ class TorchDist(Transport):
     @_names_silent_ranks
     def send(self, x: Any, to: int) -> None:
         """See ``Transport``."""
-        self._received(self._group.send([_tensor(x)], to, 0))
+        self._received(self._group.send([_tensor(x)], to, aborting.TAG))
 
     @_names_silent_ranks
     def recv(self, out: Any, source: int) -> None:
         """See ``Transport``."""
-        self._received(self._group.recv([_tensor(out)], source, 0))
+        self._received(self._group.recv([_tensor(out)], source, aborting.TAG))
 
     def _received(self, work: Any) -> None:
         """Wait for a message."""
@@ -582,6 +601,13 @@ def _member(group: Any, device: Any) -> tuple[Any, torch.device]:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return found, device
+
+
+def _connects(group: Any, device: torch.device) -> None:
+    """Raise TypeError for a group whose ranks nobody here can connect once more."""
+    kind = backend_of(group, device).name()
+    if kind not in _CONNECT:
+        raise TypeError(f"group has the backend {kind!r}; allowed: {sorted(_CONNECT)}")
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
