@@ -37,7 +37,8 @@ class PreparedDdpHook(PreparedHook, Closing):
     A bucket takes an all-reduce: one-shot if it is small, or between two ranks, else two-shot. Over
     a network the next bucket is encoded while the messages of one are exchanged. Whether all
     messages fitted is looked at before backward returns; a bucket of which one did not is summed
-    again, exactly.
+    again, exactly. A copy prepares calls of its own when it is first used, in the default process
+    group.
 
     Args:
         route: How bytes travel.

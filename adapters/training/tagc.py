@@ -469,6 +469,8 @@ def _parameters(module: Any, names: Mapping[int, str]) -> Callable[[], list[Para
 class DdpHook(Closing):
     """The state of ``ddp_hook``: a communicator of the model's ranks, used by nothing else.
 
+    Copies are as those of ``ddp.DdpHook``.
+
     Args:
         comm: The communicator, with a trace, by which bytes are counted.
         tagc: The settings, equal on all ranks.
@@ -492,7 +494,8 @@ class DdpHook(Closing):
         self.state = state
         #: As of ``ddp.DdpHook``.
         self._connecting: Connecting | None = None
-        self._made: tuple[Channel, _Sums] | None = Channel(comm), _Sums(comm, tagc, state)
+        self._channel: Channel | None = Channel(comm)
+        self._made: _Sums | None = _Sums(comm, tagc, state)
         self._end = EndOfBackward(self._judge)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -506,26 +509,27 @@ class DdpHook(Closing):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._made = None
+        self._channel = self._made = None
         self._end = EndOfBackward(self._judge)
 
     def _connected(self, device: torch.device) -> Channel:
         """The channel, which a copy makes when it is first used."""
-        if self._made is None:
+        if self._channel is None:
             if self._connecting is None:
                 raise TypeError(NOT_CONNECTED)
             comm = self._connecting.connect(device)
-            self._made = Channel(comm), _Sums(comm, self._tagc, self.state)
-        return self._made[0]
+            self._made = _Sums(comm, self._tagc, self.state)
+            self._channel = Channel(comm)
+        return self._channel
 
     @property
     def _sums(self) -> _Sums:
         if self._made is None:
             raise TypeError(NOT_CONNECTED)
-        return self._made[1]
+        return self._made
 
     def _open(self) -> Iterable[Channel]:
-        return [] if self._made is None else [self._made[0]]
+        return [] if self._channel is None else [self._channel]
 
     @property
     def raw_bytes(self) -> int:

@@ -99,6 +99,8 @@ def check_node(node: int, rank: int, size: int, purpose: str) -> None:
 
 #: How errors name the call that connects ranks.
 _NEW_GROUP = "new_group"
+#: How they name the call in which ranks only say what they want.
+_MEET = "meet"
 _Method = TypeVar("_Method", bound=Callable[..., None])
 
 
@@ -270,11 +272,15 @@ class TorchDist(Transport):
                 timeout if a rank does not call it.
             ValueError: If this process is not in the group, or the group was destroyed.
         """
-        cls._meet(*_member(group, device), None, purpose)
+        cls._meet(*_member(group, device), None, purpose, _MEET)
 
     @staticmethod
     def _meet(
-        given: Any, device: torch.device, timeout: float | None, purpose: str
+        given: Any,
+        device: torch.device,
+        timeout: float | None,
+        purpose: str,
+        call: str = _NEW_GROUP,
     ) -> tuple[Any, int, timedelta]:
         """A store for one set of connections of a group, their number, and their timeout.
 
@@ -289,11 +295,11 @@ class TorchDist(Transport):
         # The same on all ranks whatever else each of them has made: a rank counts its own calls.
         number = store.add(f"calls/{rank}", 1) - 1
         store = dist.PrefixStore(f"{number}", store)
-        with _stage(rank, number, "agree"):
+        with _stage(rank, number, "agree", call):
             facts = f"{purpose}, {kind}, timeout {wanted.total_seconds():g} s"
             problem = disagreement(store, rank, size, facts, wanted)
         if problem:
-            raise CollectiveError(rank, _NEW_GROUP, number, "agree", problem)
+            raise CollectiveError(rank, call, number, "agree", problem)
         return store, number, wanted
 
     @classmethod
@@ -579,12 +585,12 @@ class TorchDist(Transport):
 
 
 @contextmanager
-def _stage(rank: int, number: int, name: str) -> Iterator[None]:
+def _stage(rank: int, number: int, name: str, call: str = _NEW_GROUP) -> Iterator[None]:
     """Make a CollectiveError of what fails while ranks connect."""
     try:
         yield
     except (RuntimeError, OSError) as error:
-        raise CollectiveError(rank, _NEW_GROUP, number, name, str(error)) from error
+        raise CollectiveError(rank, call, number, name, str(error)) from error
 
 
 def _member(group: Any, device: Any) -> tuple[Any, torch.device]:
