@@ -70,7 +70,7 @@ from .hooks import (
     scatter,
     wide,
 )
-from .leaving import AwayHooks, Communication, Kind, ModuleHooks, param_groups
+from .leaving import AwayHooks, Communication, Kind, ModuleHooks, param_groups, remove
 from .prepared_fsdp import PreparedGather, PreparedScatter, kind_and_factor
 from .prepared_hooks import Route, check_route
 from .sharded import WeightDifferences
@@ -567,18 +567,6 @@ class Hooks(NamedTuple):
     def __exit__(self, *_: object) -> None:
         """`close()`."""
         self.close()
-
-
-def remove(*hooks: Any) -> None:
-    """Take hooks off their modules, and close them.
-
-    Args:
-        *hooks: Those of parameters and of gradients.
-    """
-    for hook in hooks:
-        hook.away.remove()
-    for hook in hooks:
-        hook.close()
 
 
 def compress(

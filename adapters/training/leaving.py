@@ -192,6 +192,18 @@ class AwayHooks:
         self._bring_back(self._away)
 
 
+def remove(*hooks: Any) -> None:
+    """Take hooks off their modules, and close them.
+
+    Args:
+        *hooks: Those of parameters and of gradients.
+    """
+    for hook in hooks:
+        hook.away.remove()
+    for hook in hooks:
+        hook.close()
+
+
 class ModuleHooks:
     """The hooks of one FSDP module, which leave together when none of them is faster.
 

@@ -46,7 +46,7 @@ from ..collectives import tensors
 from ..collectives.calls import TraceRecord
 from ..collectives.communicator import Communicator
 from ..collectives.nodes import AnyCommunicator, NodeCommunicator
-from .fsdp import AllGather, CommHook, fsdp_modules, remove
+from .fsdp import AllGather, CommHook, fsdp_modules
 from .hooks import (
     NOT_CONNECTED,
     Channel,
@@ -65,7 +65,7 @@ from .hooks import (
     wide,
 )
 from .layers import Rule
-from .leaving import Communication, param_groups
+from .leaving import Communication, param_groups, remove
 from .prepared_fsdp import PreparedGather, kind_and_factor
 from .prepared_hooks import EndOfBackward, Route, check_route
 from .sketches import Report, Sketches, State, Tagc
