@@ -15,6 +15,8 @@ import torch.distributed._symmetric_memory as symm
 import triton
 import triton.language as tl
 
+from ...codecs.common.launch_triton import Variant, kernel, options
+
 #: Bytes at the end of a rank's memory for its flags, one int64 for each rank.
 _FLAGS_NBYTES = 1024
 _MOST_RANKS = _FLAGS_NBYTES // 8
@@ -28,12 +30,12 @@ def _now():
     )
 
 
-@triton.jit
+@kernel
 def barrier_kernel(
     flags_ptr,
     peers_ptr,
     state_ptr,
-    rank,
+    rank: tl.int32,
     limit_ns: tl.int64,
     RANKS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -44,6 +46,9 @@ def barrier_kernel(
     addresses of all ranks' flags. `state_ptr` has the number of barriers so far, and 1 + a rank
     that has not come: then later barriers do not wait.
     """
+    flags_ptr = flags_ptr.to(tl.pointer_type(tl.int64))
+    peers_ptr = peers_ptr.to(tl.pointer_type(tl.int64))
+    state_ptr = state_ptr.to(tl.pointer_type(tl.int64))
     number = tl.load(state_ptr) + 1
     tl.store(state_ptr, number)
     i = tl.arange(0, SIZE)
@@ -86,8 +91,12 @@ class SymmetricRegion:
         self._peers = torch.tensor(addresses, dtype=torch.int64, device=device)
         #: Barriers so far, and who did not come.
         self._state = torch.zeros(2, dtype=torch.int64, device=device)
-        self._limit_ns = round(timeout * 1e9)
-        self._size = triton.next_power_of_2(len(ranks))
+        values = {"RANKS": len(ranks), "SIZE": triton.next_power_of_2(len(ranks))}
+        barrier = Variant(barrier_kernel, options(1), **values)
+        tensors = self._flags, self._peers, self._state
+        numbers = self._rank, round(timeout * 1e9)
+        with torch.cuda.device(device):
+            self._meet = barrier.prepared(1, tensors, numbers)
 
     @property
     def parts(self) -> list[Any]:
@@ -96,20 +105,15 @@ class SymmetricRegion:
 
     def barrier(self) -> None:
         """See ``Region``; one small kernel, which a CUDA graph can hold."""
-        barrier_kernel[(1,)](
-            self._flags,
-            self._peers,
-            self._state,
-            self._rank,
-            self._limit_ns,
-            RANKS=len(self._parts),
-            SIZE=self._size,
-            num_warps=1,
-        )
+        self._meet()
 
     def late(self) -> Any:
         """See ``Region``."""
         return self._state[1:]
+
+    def number(self) -> Any:
+        """See ``Region``."""
+        return self._state[:1]
 
 
 class SymmetricMemory:
