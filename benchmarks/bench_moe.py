@@ -19,6 +19,10 @@ does, and calls all_to_all_single twice. All three are uncompressed, have their 
 beforehand, once, and leave rows of a rank's experts among each other. The results of lossless forms
 are compared bit for bit with what PyTorch's exchange brings, added up as they are, those of others
 by vNMSE, before they are timed.
+
+"resident" experts have a capacity of a quarter more rows than a rank gets of an even routing, and
+may not exceed it. Their bytes are those that ranks read from one another. "graph" replays a CUDA
+graph of a call forward.
 """
 
 from __future__ import annotations
@@ -52,8 +56,11 @@ CODECS: dict[str, tuple[str | None, str | None]] = {
 }
 #: Codecs of forms that read peers' memory.
 PEERS = {"zipccl, peers": "zipccl", "mx, peers": "mx"}
+#: Codecs of resident experts, eager and in a CUDA graph.
+RESIDENT = {"resident": "raw", "resident, mx": "mx", "resident, taco": "taco"}
+GRAPHS = {f"{name}, graph": codec for name, codec in RESIDENT.items()}
 PADDED, MOST, EXACT = "padded", "padded to the most", "exact, torch"
-FORMS = (PADDED, MOST, EXACT, *CODECS, *PEERS)
+FORMS = (PADDED, MOST, EXACT, *CODECS, *PEERS, *RESIDENT, *GRAPHS)
 #: Calls that compile and measure, before those that are timed.
 WARM = 3
 #: Largest vNMSE of a lossy form.
@@ -110,6 +117,8 @@ class Layer:
             others = int(self.counts.sum() - self.counts[self.rank])
             came = int(self._told(self.counts).sum()) - int(self.counts[self.rank])
             return Form(self._exact, self._counted((others + came) * self.row_nbytes))
+        if name in RESIDENT or name in GRAPHS:
+            return self._resident_form(name)
         codecs = CODECS[name] if name in CODECS else (PEERS[name], PEERS[name])
         route: Any = "peers" if name in PEERS else "network"
         parallel = moe.connect(self.experts, *codecs, device=self.device, route=route)
@@ -119,6 +128,45 @@ class Layer:
             return parallel.combine(found.rows, found)
 
         return Form(call, lambda: parallel.wire_bytes)
+
+    def _resident_form(self, name: str) -> Form:
+        """A form of which no call exceeds a capacity, or that ends here."""
+        codec = (RESIDENT | GRAPHS)[name]
+        tokens, top_k = self.routing.experts.shape
+        parallel = moe.connect_resident(
+            self.experts,
+            codec,
+            codec,
+            tokens=tokens,
+            top_k=top_k,
+            hidden=self.x.shape[1],
+            capacity=tokens * top_k * 5 // 4,
+            device=self.device,
+        )
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            found = parallel.dispatch(x, self.routing)
+            return parallel.combine(found.rows, found)
+
+        call(self.x)
+        call(self.x)
+        parallel.check()
+        plan = tw.codec(codec).plan((self.x.shape[1],), "bfloat16", checksum=False)
+        others = int(self.counts.sum() - self.counts[self.rank])
+        came = int(self._told(self.counts).sum()) - int(self.counts[self.rank])
+        sent = self._counted((others + came) * plan.static_stride)
+        if name in RESIDENT:
+            return Form(call, sent)
+        _synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            y = call(self.x)
+
+        def replay(x: torch.Tensor) -> torch.Tensor:
+            graph.replay()
+            return y
+
+        return Form(replay, sent)
 
     def _counted(self, nbytes: int) -> Callable[[], int]:
         """As `wire_bytes` of a form whose every call sends so many."""
@@ -191,8 +239,8 @@ def checked(layer: Layer, name: str, form: Form) -> dict[str, Any]:
     Raises:
         RuntimeError: If that is too far.
     """
-    codec = PEERS.get(name, CODECS.get(name, ("none", ""))[0])
-    lossless = codec in (None, "zipccl")
+    codec = (PEERS | RESIDENT | GRAPHS).get(name, CODECS.get(name, ("none", ""))[0])
+    lossless = codec in (None, "raw", "zipccl")
     wanted = layer.wanted() if lossless else layer.form(EXACT).call(layer.x).detach()
     result = form.call(layer.x).detach()
     before = 0 if form.wire_bytes is None else form.wire_bytes()
@@ -303,7 +351,10 @@ def main(words: list[str]) -> None:
     record = Record(options.out, facts(device, layer.world), layer.rank == 0)
     limits = Limits(options.seconds, options.limit, options.again)
     reads = device.type == "cuda" and os.environ.get("NCCL_P2P_DISABLE", "0") != "1"
-    only = options.only or [name for name in FORMS if reads or name not in PEERS]
+    left = set() if reads else {*PEERS, *RESIDENT, *GRAPHS}
+    if options.backward:
+        left |= {*GRAPHS}
+    only = options.only or [name for name in FORMS if name not in left]
     jobs = {f"moe, {name}, {size}": job(name) for name in only}
     measure_all(ranks, record, jobs, limits, line, {"forms": FORMS})
     dist.destroy_process_group()

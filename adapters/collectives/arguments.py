@@ -40,6 +40,21 @@ def peer_of(name: str, peer: int, ranks: int, other_than: int | None = None) -> 
     return peer
 
 
+def check_collective(codec: Codec) -> None:
+    """Raise ValueError for a codec that needs more than the elements of a tensor."""
+    spec = codec.spec
+    if codec.needs_base:
+        raise ValueError(
+            f"codec is {spec!r}, which codes a tensor against a base; allowed: codecs whose "
+            "needs_base is False"
+        )
+    if spec.bind((1,)) != spec:
+        raise ValueError(
+            f"codec is {spec!r}, which takes a parameter from the tensor's shape, and "
+            f"collectives flatten tensors; allowed: {codec.name} with all parameters given"
+        )
+
+
 def check_round_trips(codec: Codec) -> None:
     """Raise ValueError for a codec that decodes to another tensor than was encoded."""
     if not codec.round_trips:

@@ -40,7 +40,7 @@ from ..transports.base import Transport
 from ..transports.peer import PeerMemory
 from . import running, tensors
 from .agreement import agree, gather_plain
-from .arguments import check_round_trips, peer_of
+from .arguments import check_collective, check_round_trips, peer_of
 from .calls import Call, TraceRecord
 from .exact_messages import ExactRoute
 from .messages import NetworkRoute, PeerRoute, Route
@@ -117,6 +117,7 @@ class PreparedCalls:
             raise ValueError(f"depth is {depth}; allowed: at least 2")
         self.codec = as_codec(codec)
         check_round_trips(self.codec)
+        check_collective(self.codec)
         self.transport = transport
         self.rank, self.world_size = transport.rank, transport.world_size
         if peers is not None and (peers.rank, peers.world_size) != (self.rank, self.world_size):
@@ -276,8 +277,8 @@ class PreparedCalls:
     def recorder(self, like: Any) -> Recorder | None:
         """What records calls on the device of an array; None where they are queued anew each time.
 
-        All of a call is recorded as one where a graph can hold what the transport does. Exchanges
-        of calls that run at the same time are no part of it: see ``queue``.
+        All of a call is recorded as one where a graph can hold what the transport does, but for
+        exchanges of calls that run at the same time: see ``queue``.
 
         Args:
             like: The array.

@@ -249,10 +249,25 @@ def lengths(bounds: Sequence[Bounds]) -> list[int]:
     return [stop - start for start, stop in bounds]
 
 
-def need_apart(outs: Sequence[Any], xs: Sequence[Any]) -> None:
-    """Raise ValueError if results lie over inputs."""
-    if any(tensors.overlap(x, out) for x in xs for out in outs):
-        raise ValueError("out overlaps x; needed: memory of its own")
+def need_apart(outs: Sequence[Any], xs: Sequence[Any], own: Sequence[Any] = ()) -> None:
+    """Raise ValueError if results lie over inputs.
+
+    Args:
+        outs: The results, one for each input.
+        xs: The inputs.
+        own: Where each input may lie in its result.
+    """
+    for i, x in enumerate(xs):
+        for j, out in enumerate(outs):
+            if tensors.overlap(x, out):
+                if not own:
+                    raise ValueError("out overlaps x; needed: memory of its own")
+                alike = i == j and own[i].nbytes == x.nbytes
+                if not (alike and tensors.same_memory(own[i], x)):
+                    raise ValueError(
+                        "x lies in out, but not where its own values come; allowed: that, or other "
+                        "memory"
+                    )
 
 
 def _word(words: Any, at: int) -> Any:

@@ -98,17 +98,13 @@ class AllGather(_Gathering):
     def _body(self, x: Any, out: Any, kept: KeptMessage | None) -> Body:
         counts = [part.nelem for part in self._parts]
         xs = self._flat(x, counts, "x")
-        outs = self._flat(out, [self._ranks * n for n in counts], "out")
+        outs = self._flat(out, [self._ranks * n for n in counts], "out", written=True)
         # Of every rank its share of every result.
         rows = [
             [whole[rank * n : (rank + 1) * n] for whole, n in zip(outs, counts, strict=True)]
             for rank in range(self._ranks)
         ]
-        for own, values, whole in zip(rows[self._rank], xs, outs, strict=True):
-            if tensors.overlap(values, whole) and not tensors.same_memory(own, values):
-                raise ValueError(
-                    "x lies in out, but not as this rank's share; allowed: that, or other memory"
-                )
+        need_apart(outs, xs, rows[self._rank])
 
         def body(slot: Slot, call: Call) -> None:
             message = None if kept is None else self._kept(slot, kept)
@@ -176,7 +172,7 @@ class AllToAll(_Gathering):
 
     def _body(self, x: Any, out: Any) -> Body:
         counts = [part.nelem for part in self._parts]
-        xs, outs = self._flat(x, counts, "x"), self._flat(out, counts, "out")
+        xs, outs = self._flat(x, counts, "x"), self._flat(out, counts, "out", written=True)
         need_apart(outs, xs)
         sent = [shares_of(v, bounds) for v, bounds in zip(xs, self._bounds, strict=True)]
         got = [shares_of(v, bounds) for v, bounds in zip(outs, self._bounds, strict=True)]
@@ -232,7 +228,8 @@ class Broadcast(Prepared):
             CollectiveError: If the exchange fails.
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
-        xs = self._flat(x, [part.nelem for part in self._parts], "x")
+        written = self._rank != self._root
+        xs = self._flat(x, [part.nelem for part in self._parts], "x", written=written)
         shares = [shares_of(v, bounds) for v, bounds in zip(xs, self._bounds, strict=True)]
         is_root, ranks = self._rank == self._root, range(self._ranks)
 

@@ -155,7 +155,7 @@ class ReduceScatter(_Sums):
         ranks, me = range(self._ranks), self._rank
         xs = self._flat(x, [part.nelem for part in self._parts], "x")
         counts = [part.nelem // self._ranks for part in self._parts]
-        totals = self._flat(out, counts, "out", self._sum_dtypes)
+        totals = self._flat(out, counts, "out", self._sum_dtypes, written=True)
         need_apart(totals, xs)
         shares = [shares_of(v, bounds) for v, bounds in zip(xs, self._bounds, strict=True)]
 
@@ -230,7 +230,8 @@ class OneShot(_Sums):
 
     def _body(self, x: Any, out: Any) -> Body:
         counts = [part.nelem for part in self._parts]
-        xs, totals = self._flat(x, counts, "x"), self._flat(out, counts, "out")
+        xs, totals = self._flat(x, counts, "x"), self._flat(out, counts, "out", written=True)
+        need_apart(totals, xs, totals)
 
         def body(slot: Slot, call: Call) -> None:
             gathered = []
@@ -306,7 +307,8 @@ class AllReduce(_Sums):
 
     def _body(self, x: Any, out: Any) -> Body:
         counts = [part.nelem for part in self._parts]
-        xs, outs = self._flat(x, counts, "x"), self._flat(out, counts, "out")
+        xs, outs = self._flat(x, counts, "x"), self._flat(out, counts, "out", written=True)
+        need_apart(outs, xs, outs)
 
         def body(slot: Slot, call: Call) -> None:
             wholes = [

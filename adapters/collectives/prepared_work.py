@@ -26,6 +26,8 @@ from .recorded import Recording, Recordings, capturing
 if TYPE_CHECKING:
     from .prepared import PreparedCalls
 
+#: The library of what is moved, and its device.
+Place: TypeAlias = tuple[str, Any]
 #: Queues what a call does, in a slot.
 Body: TypeAlias = Callable[[Slot, Call], None]
 
@@ -153,7 +155,9 @@ class Prepared(Judged):
         if not likes:
             raise ValueError("like is an empty list; needed: at least one array")
         self._parts = [part_of(x) for x in likes]
-        self._like = tensors.empty((0,), self._parts[0].dtype, tensors.as_input(likes[0])[0])
+        values, info, _ = tensors.as_input(likes[0])
+        self._place: Place = info.library, info.device
+        self._like = tensors.empty((0,), self._parts[0].dtype, values)
         self._width = self._ranks * len(self._parts)
         texts = ", ".join(f"{part.dtype.name} ({part.nelem},)" for part in self._parts)
         self._text = f"{texts} {self.collective}{facts}"
@@ -587,21 +591,38 @@ class Prepared(Judged):
         return found if self._listed else found[0]
 
     def _flat(
-        self, x: Any, counts: Sequence[int], name: str, dtypes: Sequence[DType] | None = None
+        self,
+        x: Any,
+        counts: Sequence[int],
+        name: str,
+        dtypes: Sequence[DType] | None = None,
+        *,
+        written: bool = False,
     ) -> list[Any]:
-        """`x`, an array or a list of them, as tensors of one dimension, without a copy."""
+        """`x`, an array or a list of them, as tensors of one dimension, without a copy.
+
+        What is `written` must allow that.
+        """
         given = list(x) if self._listed and isinstance(x, (list, tuple)) else [x]
         if len(given) != len(self._parts):
             raise ValueError(f"{name} has {len(given)} arrays; needed: {len(self._parts)}")
         wanted = dtypes or [part.dtype for part in self._parts]
         return [
-            _flat(values, nelem, f"{name}[{i}]" if self._listed else name, dtype)
-            for i, (values, nelem, dtype) in enumerate(zip(given, counts, wanted, strict=True))
+            _flat(values, n, f"{name}[{i}]" if self._listed else name, dtype, self._place, written)
+            for i, (values, n, dtype) in enumerate(zip(given, counts, wanted, strict=True))
         ]
 
 
-def _flat(x: Any, nelem: int, name: str, dtype: DType) -> Any:
+def _flat(x: Any, nelem: int, name: str, dtype: DType, place: Place, written: bool) -> Any:
     values, info, _ = tensors.as_input(x)
+    if (info.library, info.device) != place:
+        here, needed = (
+            f"{library} on {device or 'the host'}"
+            for library, device in ((info.library, info.device), place)
+        )
+        raise ValueError(f"{name} is {here}; needed: {needed}, as was prepared")
+    if written and info.library == "numpy" and not values.flags.writeable:
+        raise ValueError(f"{name} is read-only; needed: memory that can be written")
     if info.dtype != dtype or math.prod(info.shape) != nelem:
         raise ValueError(
             f"{name} is {info.dtype.name} of {math.prod(info.shape)} elements; needed: "

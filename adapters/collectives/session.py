@@ -22,7 +22,7 @@ from ..errors import CollectiveError
 from ..transports.base import Transport
 from . import running, tensors
 from .agreement import agree, gather_plain
-from .arguments import check_round_trips
+from .arguments import check_collective, check_round_trips
 from .auto_scale import AutoScale, Scaling, scaling_of
 from .calls import Call, TraceRecord, newest
 from .cost import Choice
@@ -387,12 +387,7 @@ class Session:
 
 
 def _accepted(codec: Codec, round_trips: bool) -> Codec:
-    spec = codec.spec
     if round_trips:
         check_round_trips(codec)
-    if spec.bind((1,)) != spec:
-        raise ValueError(
-            f"codec is {spec!r}, which takes a parameter from the tensor's shape, and "
-            f"collectives flatten tensors; allowed: {codec.name} with all parameters given"
-        )
+    check_collective(codec)
     return codec

@@ -49,6 +49,8 @@ from . import weighted_rows
 from .expert_rows import Copies, Order, Rows, Splits, rows_of
 from .hooks import Channel, Closing, Collective, finished, two_communicators
 from .prepared_hooks import Peers, peers_of
+from .resident_experts import ResidentDispatched as ResidentDispatched
+from .resident_experts import ResidentExperts as ResidentExperts
 
 
 class Routing(NamedTuple):
@@ -496,6 +498,65 @@ def connect(
     found.why_no_peers = peers.why_not
     found._group = dist.group.WORLD if group is None else group
     return found
+
+
+def connect_resident(
+    experts: int,
+    forward: str | Codec | None = None,
+    backward: str | Codec | None = None,
+    *,
+    tokens: int,
+    top_k: int,
+    hidden: int,
+    dtype: Any = torch.bfloat16,
+    capacity: int | None = None,
+    clear: bool = True,
+    group: Any = None,
+    device: Any = "cuda",
+) -> ResidentExperts:
+    """Make experts whose exchanges never wait for the host, of the GPUs of one host.
+
+    All ranks of the group call it. It opens no connections.
+
+    Args:
+        experts: As ``ResidentExperts``.
+        forward: The same.
+        backward: The same.
+        tokens: The same.
+        top_k: The same.
+        hidden: The same.
+        dtype: The same.
+        capacity: The same.
+        clear: The same.
+        group: The process group; None: the default one.
+        device: This rank's GPU.
+
+    Returns:
+        The object that dispatches and combines.
+
+    Raises:
+        ValueError: As ``ResidentExperts``, or if the device is not a GPU.
+        CollectiveError: If ranks prepare different things, or do not come.
+        RuntimeError: If the ranks cannot read one another's memory.
+    """
+    place = torch.device(device)
+    if place.type != "cuda":
+        raise ValueError(f"device is {device}; allowed: a GPU")
+    memory = peers_of("peers", group, place, "moe.connect_resident").memory
+    assert memory is not None
+    return ResidentExperts(
+        memory,
+        experts=experts,
+        tokens=tokens,
+        top_k=top_k,
+        hidden=hidden,
+        dtype=dtype,
+        capacity=capacity,
+        forward=forward,
+        backward=backward,
+        device=place,
+        clear=clear,
+    )
 
 
 def connect_all_to_all(

@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ...codec import as_codec
+from ..collectives.arguments import check_collective
 from ..collectives.calls import TraceRecord
 from ..collectives.faster import Faster
 from ..collectives.kept_measurements import KeptMeasurements, check_measurements
@@ -126,7 +128,8 @@ class PreparedHook:
 
     Raises:
         TypeError: If ``measurements`` is not a path.
-        ValueError: If it is given with another route.
+        ValueError: If it is given with another route, or the codec needs more than tensors'
+            elements.
     """
 
     #: How errors name it.
@@ -144,6 +147,8 @@ class PreparedHook:
         **options: Any,
     ) -> None:
         check_measurements(measurements, "route", route)
+        # Connections are made in the first step, and what raises there breaks them.
+        check_collective(as_codec(options.get("codec", "zipccl")))
         # Groups come later, and the working directory may be another one then.
         self._measurements = None if measurements is None else absolute(measurements)
         self._route = route

@@ -51,6 +51,13 @@ class Region(Protocol):
             in time. None where ``barrier`` raises.
         """
 
+    def number(self) -> Any:
+        """How many barriers there were.
+
+        Returns:
+            int64, shape ``(1,)``, on the device. None where that is not known.
+        """
+
 
 class PeerMemory(Protocol):
     """A fixed group of ranks that can read one another's memory."""
@@ -97,6 +104,10 @@ class ThreadRegion:
         _meet(self._meeting, self._timeout)
 
     def late(self) -> Any:
+        """See ``Region``."""
+        return None
+
+    def number(self) -> Any:
         """See ``Region``."""
         return None
 

@@ -15,6 +15,7 @@ import torch.distributed._symmetric_memory as symm
 import triton
 import triton.language as tl
 
+from ...codecs.common.launch_triton import Variant, kernel, options
 from ..errors import described
 from .attempts import attempt
 from .peer import PeerMemoryError
@@ -32,13 +33,13 @@ def _now():
     )
 
 
-@triton.jit
+@kernel
 def barrier_kernel(
     flags_ptr,
     peers_ptr,
     count_ptr,
     late_ptr,
-    rank,
+    rank: tl.int32,
     limit_ns: tl.int64,
     RANKS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -49,6 +50,10 @@ def barrier_kernel(
     addresses of all ranks' flags. `count_ptr` has the number of barriers so far, `late_ptr` 1 + a
     rank that has not come: then later barriers do not wait, also those of other memory.
     """
+    flags_ptr = flags_ptr.to(tl.pointer_type(tl.int64))
+    peers_ptr = peers_ptr.to(tl.pointer_type(tl.int64))
+    count_ptr = count_ptr.to(tl.pointer_type(tl.int64))
+    late_ptr = late_ptr.to(tl.pointer_type(tl.int64))
     number = tl.load(count_ptr) + 1
     tl.store(count_ptr, number)
     i = tl.arange(0, SIZE)
@@ -100,8 +105,12 @@ class SymmetricRegion:
         #: Barriers so far.
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         self._late = late
-        self._limit_ns = round(timeout * 1e9)
-        self._size = triton.next_power_of_2(len(ranks))
+        values = {"RANKS": len(ranks), "SIZE": triton.next_power_of_2(len(ranks))}
+        barrier = Variant(barrier_kernel, options(1), **values)
+        tensors = self._flags, self._peers, self._count, self._late
+        numbers = self._rank, round(timeout * 1e9)
+        with torch.cuda.device(device):
+            self._meet = barrier.prepared(1, tensors, numbers)
 
     @property
     def parts(self) -> list[Any]:
@@ -110,21 +119,15 @@ class SymmetricRegion:
 
     def barrier(self) -> None:
         """See ``Region``; one small kernel, which a CUDA graph can hold."""
-        barrier_kernel[(1,)](
-            self._flags,
-            self._peers,
-            self._count,
-            self._late,
-            self._rank,
-            self._limit_ns,
-            RANKS=len(self._parts),
-            SIZE=self._size,
-            num_warps=1,
-        )
+        self._meet()
 
     def late(self) -> Any:
         """See ``Region``."""
         return self._late
+
+    def number(self) -> Any:
+        """See ``Region``."""
+        return self._count
 
 
 class SymmetricMemory:

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .frame_triton import round_bfloat16
 from .launch_triton import Variant, kernel, options
 
 #: Dtypes of weights.
@@ -32,6 +33,18 @@ _PROGRAMS, _ROWS = 64, 8
 def _bins(choices, experts):
     """One more than the number of an expert; 0 and `experts` + 1 are of numbers out of range."""
     return (tl.minimum(tl.maximum(choices, -1), experts) + 1).to(tl.int32)
+
+
+@triton.jit
+def rounded(value, TO: tl.constexpr):
+    """Floats as those of dtype TO, to nearest even."""
+    if value.dtype == TO:
+        return value
+    elif tl.bfloat16 == TO:
+        # Triton's interpreter would cut bits off.
+        return round_bfloat16(value.to(tl.float32)).to(tl.bfloat16, bitcast=True)
+    else:
+        return value.to(TO)
 
 
 @kernel
@@ -73,18 +86,31 @@ def _place_kernel(
     words_ptr,
     totals_ptr,
     choices_ptr,
+    weights_ptr,
+    told_ptr,
+    counts_ptr,
     copies: tl.int64,
     each: tl.int64,
     experts: tl.int32,
     top_k: tl.int32,
+    half: tl.int64,
+    FROM: tl.constexpr,
+    TO: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Put `each` copies in their places; the first program writes what ranks tell each other.
 
-    `orders_ptr`: the index, the rows, and the inverse, one behind the other.
+    `orders_ptr`: the index, the rows, and the inverse, one behind the other. Unless TO is None all
+    results are in memory of two halves of `half` bytes, of which `counts_ptr` says which one is
+    written (rows_triton), and weights of dtype FROM are told as TO, at `told_ptr`.
     """
+    if TO is not None:
+        shift = ((tl.load(counts_ptr) + 1) & 1) * half
+        orders_ptr += shift
+        words_ptr += shift
+        told_ptr += shift
     index_ptr = orders_ptr.to(tl.pointer_type(tl.int64))
     words_ptr = words_ptr.to(tl.pointer_type(tl.int64))
     totals_ptr = totals_ptr.to(tl.pointer_type(tl.int32))
@@ -116,6 +142,9 @@ def _place_kernel(
         tl.store(index_ptr + to, at, mask=mask)
         tl.store(index_ptr + copies + to, at // top_k, mask=mask)
         tl.store(index_ptr + 2 * copies + at, to.to(tl.int64), mask=mask)
+        if TO is not None:
+            factors = tl.load(weights_ptr.to(tl.pointer_type(FROM)) + at, mask=mask, other=0.0)
+            tl.store(told_ptr.to(tl.pointer_type(TO)) + at, rounded(factors, TO), mask=mask)
     if pid == 0:
         own = (bins >= 1) & (bins <= experts + 1)
         tl.store(words_ptr + bins - 1, begin.to(tl.int64), mask=own)
@@ -160,20 +189,60 @@ def ordered(choices: torch.Tensor, weights: torch.Tensor, experts: int) -> Order
         The order.
     """
     choices, weights = choices.contiguous(), weights.contiguous()
-    copies, bins = choices.numel(), triton.next_power_of_2(experts + 3)
-    block = min(_BLOCK, _CELLS // bins)
-    programs = min(_PROGRAMS, -(-copies // block))
-    each = -(-copies // (programs * block)) * block
-    programs = -(-copies // each)
-    counts = choices.new_empty((programs, bins), dtype=torch.int32)
-    orders = choices.new_empty((3, copies))
+    orders = choices.new_empty((3, choices.numel()))
     words = choices.new_empty((2, experts + 3))
-    given = counts, choices, weights.view(-1).view(torch.uint8)
-    _count(weights.dtype, bins, block).launch(programs, given, copies, each, experts)
-    numbers = copies, each, experts, choices.shape[1]
-    _place(bins, block).launch(programs, (orders, words, counts, choices), *numbers)
+    _order(choices, weights, experts, (orders, words))
     index, rows, inverse = orders.unbind(0)
     return Ordered(index, rows, inverse, words)
+
+
+class Told(NamedTuple):
+    """Where `tell` writes, in memory of two halves; see rows_triton.
+
+    Attributes:
+        words: `Ordered.words`, its first row, uint8, in the first half.
+        orders: The index, the rows and the inverse, one behind the other.
+        weights: Weights, of `dtype`.
+        turn: int64, shape (1,): odd if the first half is written, even if the second one is.
+        half: Bytes of a half.
+        dtype: A dtype of ``DTYPES``.
+    """
+
+    words: torch.Tensor
+    orders: torch.Tensor
+    weights: torch.Tensor
+    turn: torch.Tensor
+    half: int
+    dtype: torch.dtype
+
+
+def tell(choices: torch.Tensor, weights: torch.Tensor, experts: int, told: Told) -> None:
+    """As ``ordered``, into memory that other ranks read, with the weights. There may be no rows."""
+    choices, weights = choices.contiguous(), weights.contiguous()
+    _order(choices, weights, experts, (told.orders, told.words), told)
+
+
+def _order(
+    choices: torch.Tensor,
+    weights: torch.Tensor,
+    experts: int,
+    results: tuple[torch.Tensor, torch.Tensor],
+    told: Told | None = None,
+) -> None:
+    copies, bins = choices.numel(), triton.next_power_of_2(experts + 3)
+    block = min(_BLOCK, _CELLS // bins)
+    programs = max(1, min(_PROGRAMS, -(-copies // block)))
+    each = max(1, -(-copies // (programs * block))) * block
+    programs = max(1, -(-copies // each))
+    counts = choices.new_empty((programs, bins), dtype=torch.int32)
+    factors = weights.view(-1).view(torch.uint8)
+    _count(weights.dtype, bins, block).launch(
+        programs, (counts, choices, factors), copies, each, experts
+    )
+    more = (choices, choices, choices) if told is None else (factors, told.weights, told.turn)
+    numbers = copies, each, experts, choices.shape[1], 0 if told is None else told.half
+    dtypes = (None, None) if told is None else (weights.dtype, told.dtype)
+    _place(bins, block, *dtypes).launch(programs, (*results, counts, choices, *more), *numbers)
 
 
 @functools.cache
@@ -182,5 +251,8 @@ def _count(dtype: torch.dtype, bins: int, block: int) -> Variant:
 
 
 @functools.cache
-def _place(bins: int, block: int) -> Variant:
-    return Variant(_place_kernel, options(8), BINS=bins, BLOCK=block, ROWS=_ROWS)
+def _place(
+    bins: int, block: int, source: torch.dtype | None, target: torch.dtype | None
+) -> Variant:
+    kinds = {"FROM": source and DTYPES[source], "TO": target and DTYPES[target]}
+    return Variant(_place_kernel, options(8), **kinds, BINS=bins, BLOCK=block, ROWS=_ROWS)

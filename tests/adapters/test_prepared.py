@@ -747,7 +747,7 @@ def test_wrong_arrays_are_refused_before_anything_is_sent() -> None:
             gather(x, out.astype(np.float32))
         with pytest.raises(ValueError, match="out overlaps x"):
             swap(x, x)
-        with pytest.raises(ValueError, match="x lies in out, but not as this rank's share"):
+        with pytest.raises(ValueError, match="x lies in out, but not where its own values come"):
             gather(out[500:1500], out)
         with pytest.raises(ValueError, match="not contiguous"):
             gather(np.empty(2000, DTYPE)[::2], out)
@@ -758,6 +758,67 @@ def test_wrong_arrays_are_refused_before_anything_is_sent() -> None:
         gather(x, out).wait()
 
     run(2, "network", task)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_memory_of_lists_that_lies_over_other_memory_is_refused(route: str) -> None:
+    def task(calls: PreparedCalls) -> None:
+        n = 4096
+        whole, other = np.zeros(2 * n, DTYPE), np.zeros(2 * n, DTYPE)
+        xs = [tensor(0, n), whole[:n]]
+        with pytest.raises(ValueError, match="x lies in out, but not where its own values come"):
+            calls.all_gather(xs)(xs, [whole, other])
+        for algorithm in ("one-shot", "two-shot"):
+            reduce = calls.all_reduce(xs, algorithm=algorithm)
+            with pytest.raises(ValueError, match="x lies in out"):
+                reduce(xs, [whole[n - 8 : 2 * n - 8], other[:n]])
+            # In place each is where its own result comes.
+            reduce(xs, xs).wait()
+
+    run(2, route, task)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_calls_go_on_after_arrays_that_cannot_be_used(route: str) -> None:
+    torch = pytest.importorskip("torch")
+
+    def task(calls: PreparedCalls) -> None:
+        x, locked = tensor(calls.rank, 1000), np.zeros(2000, DTYPE)
+        locked.flags.writeable = False
+        wide, half = np.zeros(2000, DTYPE), locked[:500]
+        made: dict[Any, Any] = {
+            calls.all_gather(x): locked,
+            calls.all_to_all(x): locked[:1000],
+            calls.reduce_scatter(x): half,
+            calls.all_reduce(x, algorithm="one-shot"): locked[:1000],
+            calls.all_reduce(x, algorithm="two-shot"): locked[:1000],
+        }
+        for call, out in made.items():
+            with pytest.raises(ValueError, match="out is read-only; needed: memory that can be"):
+                call(x, out)
+            with pytest.raises(ValueError, match="x is torch on the host; needed: numpy"):
+                call(torch.zeros(1000, dtype=torch.bfloat16), wide)
+            with pytest.raises(ValueError, match="out is torch on the host; needed: numpy"):
+                call(x, torch.zeros(out.size, dtype=torch.bfloat16))
+            call(x, wide[: out.size]).wait()
+        spread = calls.broadcast(x, root=0)
+        if calls.rank:
+            with pytest.raises(ValueError, match="x is read-only"):
+                spread(locked[:1000])
+        spread(locked[:1000] if calls.rank == 0 else wide[:1000]).wait()
+
+    run(2, route, task)
+
+
+@pytest.mark.parametrize("codec", ["delta", "tahquant"])
+def test_codecs_that_need_more_than_elements_are_refused(codec: str) -> None:
+    def task(transport: ThreadTransport) -> None:
+        with pytest.raises(ValueError, match=r"which (codes a tensor against|takes a parameter)"):
+            PreparedCalls(transport, codec)
+        with pytest.raises(ValueError, match=r"which (codes a tensor against|takes a parameter)"):
+            tw.Communicator(transport, codec)
+
+    run_ranks(1, task)
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -112,7 +112,12 @@ TILE_KERNELS = {
     "sum_kernel": "_sum",
     "encode_rows_kernel": "_many",
     "decode_rows_kernel": "_many",
+    "put_rows_kernel": "_put_many",
+    "take_rows_kernel": "_take_many",
+    "sum_rows_kernel": "_sum",
 }
+#: Of `sum_rows_kernel` what makes its forms kernels of their own, as each takes registers.
+ROW_SUMS = ("_rows", "_weighted", "_back")
 #: What `merged_kernel` adds to the name of the kernel that it runs is `_many`, too.
 
 
@@ -312,8 +317,10 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
         dynamic_triton,
         fill_triton,
         frame_triton,
+        layout_triton,
         norms_triton,
         order_triton,
+        rows_triton,
         weighted_triton,
     )
     from tightwire.codecs.common.merged_triton import merged_kernel
@@ -327,7 +334,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     others |= {"zipccl_batch": zipccl_batch_triton, "zipccl_sums": zipccl_sums_triton}
     others["delta_batch"], others["fill"] = delta_batch_triton, fill_triton
     others["weighted"], others["order"] = weighted_triton, order_triton
-    others["resident_copy"] = resident_copy_triton
+    others["resident_copy"], others["layout"] = resident_copy_triton, layout_triton
     modules = others | {name: device_module(name) for name in tw.list_codecs()}
     kernels = {
         id(value): f"{stem}.{name}"
@@ -356,6 +363,8 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
             # The driver's kernels are those of the format whose function they run.
             own: Any = values.get("PACK", values["UNPACK"])
             kernel = f"{own.__module__.rpartition('.')[2].removesuffix('_triton')}.{own.__name__}"
+            if "MODE" in values:
+                kernel += ROW_SUMS[values["MODE"]]
             kernel += TILE_KERNELS[self.fn.__name__]
             formats.add(kernel)
         else:
@@ -408,6 +417,13 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     weighted_triton.weighted_sum_back(rows[:2], rows, weights, table[:4])
     for experts in (8, order_triton.MOST_EXPERTS):
         order_triton.ordered(table[:4].view(2, 2), weights, experts)
+    memory = rows_triton.Memory(table, table, 128, 0, 0, 0)
+    told = order_triton.Told(table, table, table, table, 128, torch.bfloat16)
+    order_triton.tell(table[:4].view(2, 2), weights.float(), 8, told)
+    layout_triton.fetch_dots(table[:4], memory, 2, torch.float32)
+    for experts in (8, order_triton.MOST_EXPERTS):
+        sizes = layout_triton.Sizes(1, experts, 4, 2, 8, 0, 0, torch.bfloat16)
+        layout_triton.find(table[:4].view(2, 2), memory, sizes, table)
     data = torch.zeros(2, resident_copy_triton.LEAST_NBYTES, dtype=torch.uint8)
     resident_copy_triton.resident_copy(data[0], data[1])
     return sorted({*kernels.values(), *formats}), sorted(specialised), list(forms.values())
@@ -478,6 +494,8 @@ def launches(name: str, dtype: str, everything: bool) -> None:
                 many = kernels.measure_many(other.codec, plan.dtype, [x])
             kernels.encode_many([other], [x], [data], many, drawn)
             kernels.decode_many([other], [data], [x], [status], [True])
+    if name in ("raw", "mx", "nvfp4", "taco"):
+        rows_of_experts(kernels, name, x)
     kernels.encode(plain, apart, plain_src, room, key=drawn)
     long_header = planned((2, 2, 2, 2, 1, n // 16))[0]
     kernels.encode(long_header, x, room, room, key=drawn)
@@ -527,6 +545,25 @@ def launches(name: str, dtype: str, everything: bool) -> None:
     kernels.decode(plan, src, None, room, status, store=False)
     kernels.decode(plan, src, wide, room, status, add=True)
     kernels.decode(plain, plain_src, x, room, status, add=True)
+
+
+def rows_of_experts(kernels: Any, name: str, x: Any) -> None:
+    """Code rows of 4096 elements, whole tiles, in memory of ranks."""
+    import torch
+
+    from tightwire.codecs.common import rows_triton
+
+    plan = tw.codec(name).plan((4096,), str(x.dtype)[6:], checksum=False)
+    measuring = getattr(kernels, "measuring_of", lambda plan: None)(plan)
+    rows = rows_triton.Rows(plan, kernels.driver_of(plan), measuring, x.device)
+    words, x = torch.zeros(16, dtype=torch.int64), x[:8192].view(2, 4096)
+    memory = rows_triton.Memory(words, words, 128, 0, 0, 0)
+    weights = torch.zeros(2, 2)
+    rows.put(x, memory, words.int())
+    rows.take(x, words, memory, words, True)
+    rows.sum(x, words[:4], memory, words)
+    rows.sum(x, words[:4], memory, words, weights=weights)
+    rows.sum(x, words[:2], memory, words, weights=weights.to(x.dtype)[0], y=x)
 
 
 def deltas(kernels: Any, x: Any, everything: bool) -> None:
