@@ -55,7 +55,8 @@ class PreparedDdpHook(PreparedHook, Closing):
     ) -> None:
         super().__init__(route, **options)
         #: What a copy is made of.
-        self._arguments = {"route": route, "wire": wire} | options
+        own = {"route": route, "wire": wire, "measurements": self._measurements}
+        self._arguments = options | own
         self._group = group
         self._wire = wire
         self._stream = SideStream()

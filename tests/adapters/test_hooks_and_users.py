@@ -129,6 +129,7 @@ def hooked(kind: str, group: Any = None) -> tuple[Any, Any, Any]:
 
 
 def copies(_: Any) -> None:
+    """Copies of models, which PyTorch has use no hook, and of hooks, which connect anew."""
     for kind in ("exact", "lossy", "network", "tagc"):
         model, state, hook = hooked(kind)
         before = step(model)
