@@ -277,7 +277,7 @@ class PreparedCalls:
     def recorder(self, like: Any) -> Recorder | None:
         """What records calls on the device of an array; None where they are queued anew each time.
 
-        All of a call is recorded as one where a graph can hold what the transport does, but for
+        All of a call is recorded as one where a graph can hold what the transport does, except
         exchanges of calls that run at the same time: see ``queue``.
 
         Args:
