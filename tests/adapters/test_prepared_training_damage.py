@@ -67,7 +67,7 @@ def tensor_parallel(case: str) -> Step:
     model = torch.nn.Sequential(*(layers[:3] if case == "forward only" else layers))
     x = torch.randn(16, WIDTH, requires_grad=case != "forward only")
     infers = case.startswith("inference")
-    way = parallel._backward if case == "backward" else parallel._forward
+    way: Any = parallel._backward if case == "backward" else parallel._forward
 
     def step(harm: Callable[[Any], None]) -> None:
         if way._prepared:
@@ -89,7 +89,8 @@ def sharded(case: str) -> Step:
     for module in (*model, model):
         # Then a backward without sums sends nothing.
         fully_shard(module, reshard_after_forward=case != "accumulated, held")
-    hooks = fsdp.compress(model, route="network", codec="zipccl" if "lossless" in case else "mx")
+    codec = "zipccl" if "lossless" in case else "mx"
+    hooks = fsdp.compress(model, route="network", codec=codec, ahead=0)
     head = None
     if case == "frozen":
         head = DistributedDataParallel(torch.nn.Linear(WIDTH, 8))
@@ -104,13 +105,16 @@ def sharded(case: str) -> Step:
         if "accumulated" in case:
             model.set_requires_gradient_sync(False)
         in_backward = "backward" in case or "sums" in case
-        if not in_backward:
-            harm_hook(hooks.all_gather)
-        with torch.no_grad() if case == "inference" else contextlib.nullcontext():
+        # Of a forward it is the last gather: no later one needs its memory.
+        handle = model[1].register_forward_hook(
+            lambda *_: None if in_backward else harm_hook(hooks.all_gather)
+        )
+        with torch.no_grad() if "inference" in case else contextlib.nullcontext():
             y = model(torch.ones(3, WIDTH))
+        handle.remove()
         if in_backward:
             harm_hook(hooks.reduce_scatter if "sums" in case else hooks.all_gather)
-        if case != "inference":
+        if "inference" not in case:
             (y if head is None else head(y)).square().mean().backward()
 
     return step
@@ -123,7 +127,7 @@ def damaged(case: list[Any], rank: int, file: str, report: Callable[[Any], None]
         "gloo", f"file://{file}", rank=rank, world_size=2, timeout=timedelta(seconds=LONG)
     )
     if not known:
-        Work.done = later  # type: ignore[method-assign]
+        Work.done = later  # type: ignore[method-assign, assignment]
     made = {"tensor parallel": tensor_parallel, "FSDP": sharded}[kind](name)
     found = []
     for number in range(STEPS):
@@ -151,8 +155,10 @@ def warm_up() -> None:
 # The tests.
 
 TENSOR_PARALLEL = ("training", "forward only", "backward", "inference, checked")
-SHARDED = ("training", "backward", "sums", "accumulated", "accumulated, held")
-SHARDED += ("accumulated backward", "inference", "frozen")
+SHARDED = (
+    *("training", "backward", "sums", "accumulated", "accumulated, held"),
+    *("accumulated backward", "inference", "frozen"),
+)
 
 
 def check(found: dict[str, list[Any]]) -> None:
