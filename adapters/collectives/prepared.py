@@ -277,7 +277,7 @@ class PreparedCalls:
         """What records calls on the device of an array; None where they are queued anew each time.
 
         All of a call is recorded as one where a graph can hold what the transport does. Exchanges
-        of calls that run at the same time are no part of it: see ``queue``.
+        of calls that run at the same time are left out: see ``queue``.
 
         Args:
             like: The array.

@@ -188,6 +188,7 @@ class PreparedGather(PreparedHook):
         if torch._C._current_graph_task_id() == -1:
             self._made.take_done()
             self._made.tell()
+            self._refuse()
 
     def judge(self) -> None:
         """Raise what is wrong with gathers that were made so far; waits for them.
@@ -196,6 +197,14 @@ class PreparedGather(PreparedHook):
             CollectiveError: If a rank was late, or bytes were damaged.
         """
         self._made.judge()
+        self._refuse()
+
+    def _refuse(self) -> None:
+        """Raise if calls have ended: FSDP may still hold parameters that were damaged."""
+        for calls in self._calls.values():
+            refusal = calls.refusal("all_gather")
+            if refusal is not None:
+                raise refusal
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device

@@ -164,6 +164,8 @@ class PreparedHook:
         self._first: dict[Any, Hashable] = {}
         #: Hooks of the same model, whose calls end with those of this one.
         self.partners: list[PreparedHook] = []
+        #: Called with the reason when they end: what ends calls of another kind.
+        self.ends: list[Callable[[str], None]] = []
         #: Bytes to other ranks, without compression and as they were sent, in all calls so far.
         self.raw_bytes = self.wire_bytes = 0
 
@@ -192,6 +194,8 @@ class PreparedHook:
             calls.broken = calls.broken or str(error)
         for calls in ended:
             calls.give_up()
+        for end in self.ends:
+            end(str(error))
 
     def wait_for(self, work: Work) -> bool:
         """Wait for a call; an error ends the calls of this hook.

@@ -7,6 +7,7 @@ once. This file is also what the processes run.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -86,12 +87,13 @@ def sharded(case: str) -> Step:
     torch.manual_seed(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     model.requires_grad_(case != "frozen")
-    for module in (*model, model):
-        # Then a backward without sums sends nothing.
-        fully_shard(module, reshard_after_forward=case != "accumulated, held")
+    for module in (model,) if "whole" in case else (*model, model):
+        # Held: a backward without sums sends nothing, nor does a second forward of the whole.
+        held = case in ("accumulated, held", "inference, whole")
+        fully_shard(module, reshard_after_forward=not held)
     codec = "zipccl" if "lossless" in case else "mx"
     hooks = fsdp.compress(model, route="network", codec=codec, ahead=0)
-    head = None
+    head, numbers = None, itertools.count()
     if case == "frozen":
         head = DistributedDataParallel(torch.nn.Linear(WIDTH, 8))
         ddp.register(head, route="network")
@@ -105,9 +107,15 @@ def sharded(case: str) -> Step:
         if "accumulated" in case:
             model.set_requires_gradient_sync(False)
         in_backward = "backward" in case or "sums" in case
-        # Of a forward it is the last gather: no later one needs its memory.
+        # FSDP keeps what the outermost module has gathered. Else it is the last gather of a
+        # forward: no later one needs its memory.
+        if "whole" in case:
+            # Rank 1 makes no more calls by itself.
+            if next(numbers) <= BAD or dist.get_rank() == 0:
+                model.reshard()
+            harm_hook(hooks.all_gather)
         handle = model[1].register_forward_hook(
-            lambda *_: None if in_backward else harm_hook(hooks.all_gather)
+            lambda *_: None if in_backward or "whole" in case else harm_hook(hooks.all_gather)
         )
         with torch.no_grad() if "inference" in case else contextlib.nullcontext():
             y = model(torch.ones(3, WIDTH))
@@ -157,7 +165,7 @@ def warm_up() -> None:
 TENSOR_PARALLEL = ("training", "forward only", "backward", "inference, checked")
 SHARDED = (
     *("training", "backward", "sums", "accumulated", "accumulated, held"),
-    *("accumulated backward", "inference", "frozen"),
+    *("accumulated backward", "inference", "inference, whole", "frozen"),
 )
 
 
