@@ -431,9 +431,8 @@ class PreparedCalls:
 
     def fail(self, error: BaseException) -> None:
         """Refuse later calls, and have those of other ranks fail: the ranks are out of step."""
-        if self.broken:
-            return
-        self.broken = described(error)
+        # Damage may have ended calls before, of which the others know nothing yet.
+        self.broken = self.broken or described(error)
         self.give_up()
 
     def give_up(self) -> None:

@@ -42,25 +42,56 @@ class PreparedDirection(PreparedHook):
     """Prepared calls, one of each size, which is prepared when the first call of it is made.
 
     What a call returns is right. Where messages fit any data, with lossy codecs and out of peers'
-    memory, nobody waits for that: damage is raised by a later call, or before backward returns.
-    Else the host waits.
+    memory, nobody waits for that. Else the host waits. Damage, also of a forward, is raised before
+    the backward returns that follows. Outside of backward it is raised as soon as it is known, by
+    this call or a later one. It ends the calls of both directions.
 
     Args:
         route: How bytes travel.
         group: The process group.
         native: Whether everything is left to the process group.
+        other: The other direction of the same layers, which is judged with this one.
         **options: Arguments of ``PreparedCalls``.
     """
 
     purpose = "tensor_parallel.connect"
 
-    def __init__(self, route: Route, group: Any, *, native: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        route: Route,
+        group: Any,
+        *,
+        native: bool,
+        other: PreparedDirection | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(route, **options)
         self._group = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._plain = native
-        self._late = Pending()
-        self._end = EndOfBackward(self._late.judge)
+        if other is None:
+            self._late = Pending(self.end_calls)
+            self._end = EndOfBackward(self.judge)
+        else:
+            self._late, self._end = other._late, other._end
+            self.partners, other.partners = [other], [self]
+
+    def judge(self) -> None:
+        """Raise what is wrong with calls of both directions so far; waits for them.
+
+        Raises:
+            CollectiveError: If a rank was late, or bytes were damaged.
+        """
+        self._late.judge()
+
+    def unchanged(self, gradient: Any) -> Any:
+        """A gradient as it is, of what a call of the other direction has given.
+
+        Args:
+            gradient: The gradient.
+        """
+        self._end.ask()
+        return gradient.view_as(gradient)
 
     def all_reduce(self, x: Any, out: Any) -> None:
         """Fill `out`, of the shape and dtype of `x`, with the sum over ranks."""
@@ -103,11 +134,15 @@ class PreparedDirection(PreparedHook):
         native: Callable[[Any], None],
     ) -> None:
         """Make a call, which is prepared when it is the first of its size."""
+        # Also where this direction sends nothing encoded: the other one may have.
+        in_backward = self._end.ask()
         if not x.numel():
             return
         key = x.device, name, x.numel(), x.dtype, out.dtype
         group = self._group
         with self._lock:
+            if not in_backward:
+                self._tell()
             # Nothing else is summed by codecs.
             encoded = x.is_floating_point() and not self._plain
             call = self._get(group, key, prepare if encoded else lambda calls: calls)
@@ -117,7 +152,7 @@ class PreparedDirection(PreparedHook):
                 native(transport)
 
             def ours() -> None:
-                call(x, out).wait()
+                self.wait_for(call(x, out))
 
             if not encoded or self._native(group, key, plainly, ours, x):
                 plainly()
@@ -127,13 +162,17 @@ class PreparedDirection(PreparedHook):
                 return
             work = call(x, out)
             self._count(work)
-            # Else damage of the last calls would be found after the optimizer has stepped.
-            self._end.ask()
             if work.may_change:
-                work.wait()
+                self.wait_for(work)
             else:
                 self._late.append(work)
-            self._late.take_done()
+            if not in_backward:
+                self._tell()
+
+    def _tell(self) -> None:
+        """Raise what is known to be wrong by now."""
+        self._late.take_done()
+        self._late.tell()
 
 
 def _sent(name: str, x: Any, ranks: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from ...planning import integer
 from ..collectives.kept_messages import Budget, KeptMessage
@@ -34,24 +35,29 @@ _LATE = 2
 class GatherWork(dist.Work):  # type: ignore[misc, unused-ignore]
     """What FSDP waits for before it uses gathered parameters.
 
-    The host waits only if a message may not have fitted. FSDP itself has its stream wait.
+    The host waits only if a message may not have fitted. FSDP itself has its stream wait. Outside
+    of backward damage is raised here if it is known by now.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, hook: PreparedGather, work: Work) -> None:
         super().__init__()
-        self._work = work
+        self._hook, self._work = hook, work
 
     def wait(self, timeout: Any = None) -> bool:
         """See ``prepared_work.Work``."""
-        return not self._work.may_change or self._work.wait()
+        if self._work.may_change:
+            return self._hook.wait_for(self._work)
+        self._hook.tell()
+        return True
 
 
 class PreparedGather(PreparedHook):
     """All-gather of parameters, for ``FSDPModule.set_custom_all_gather``.
 
     Modules of one size share memory. FSDP waits for what the hook returns before it uses the
-    parameters; then they are known to fit. Damage is raised before backward returns, by the hook of
-    gradients, or by a later gather.
+    parameters; then they are known to fit. Damage is raised before the backward returns that uses
+    them; before the outermost forward returns, if there is nothing in its result to differentiate;
+    and in any forward as soon as it is known. It ends the calls of this hook.
 
     Args:
         route: How bytes travel.
@@ -92,7 +98,7 @@ class PreparedGather(PreparedHook):
         self._handles: list[Any] = []
         self._budget: Budget | None = None
         self._kept: list[KeptMessage] = []
-        self._made = Pending()
+        self._made = Pending(self.end_calls)
         self._end = EndOfBackward(self.judge)
         #: Gathers outside of backward so far.
         self.forwards = 0
@@ -103,13 +109,12 @@ class PreparedGather(PreparedHook):
         Args:
             module: The module.
         """
-        if self._looks_ahead:
-            # Also a forward that raises ends.
-            hook = module.register_forward_hook(self._end_forward, always_call=True)
-            self._handles.append(hook)
+        # Also a forward that raises ends.
+        hook = module.register_forward_hook(self._end_forward, always_call=True)
+        self._handles.append(hook)
         return _Gather(self, module)
 
-    def _end_forward(self, module: Any, *_: Any) -> None:
+    def _end_forward(self, module: Any, _: Any, result: Any) -> None:
         """Called behind the forward of every FSDP module."""
         if torch._C._current_graph_task_id() != -1 or not is_outermost(module):
             return
@@ -117,6 +122,19 @@ class PreparedGather(PreparedHook):
         for (_, own), ahead in list(self._ahead.items()):
             if own is context:
                 ahead.end_forward()
+        # That of a forward that has raised is None.
+        values = tree_leaves(result)
+        tensors = [x for x in values if isinstance(x, torch.Tensor)]
+        differentiable = [x for x in tensors if x.grad_fn is not None]
+        for x in differentiable:
+            x.register_hook(self._judge_behind)
+        if not differentiable and (tensors or not torch.is_grad_enabled()):
+            # No backward follows that could be told.
+            self.judge()
+
+    def _judge_behind(self, gradient: Any) -> None:
+        """Called in the backward of a forward's result, also if that gathers and sums nothing."""
+        self._end.ask()
 
     @property
     def sent_again(self) -> int:
@@ -163,9 +181,16 @@ class PreparedGather(PreparedHook):
         for kept in self._kept:
             kept.free()
 
-    def judge_later(self) -> None:
-        """Have `judge` be called before this backward returns, also if it sums no gradients."""
-        self._end.ask()
+    def tell(self) -> None:
+        """Raise what is known to be wrong by now; in backward that is left to its end.
+
+        Raises:
+            CollectiveError: If a rank was late, or bytes were damaged.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            self._made.take_done()
+            self._made.tell()
+            self._refuse()
 
     def judge(self) -> None:
         """Raise what is wrong with gathers that were made so far; waits for them.
@@ -174,6 +199,14 @@ class PreparedGather(PreparedHook):
             CollectiveError: If a rank was late, or bytes were damaged.
         """
         self._made.judge()
+        self._refuse()
+
+    def _refuse(self) -> None:
+        """Raise if calls have ended: FSDP may still hold parameters that were damaged."""
+        for calls in self._calls.values():
+            refusal = calls.refusal("all_gather")
+            if refusal is not None:
+                raise refusal
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -216,10 +249,9 @@ class PreparedGather(PreparedHook):
         own = None if hook is None else hook.own
         key = input_tensor.device, input_tensor.numel(), input_tensor.dtype
         with self._lock:
-            if torch._C._current_graph_task_id() == -1:
+            if not self._end.ask():
                 self.forwards += 1
-                # Behind a forward there need not be a backward.
-                self._made.tell()
+                self.tell()
             gather = self._get(group, key, lambda calls: calls.all_gather(input_tensor))
 
             def native() -> Any:
@@ -228,7 +260,7 @@ class PreparedGather(PreparedHook):
                 return self._calls[group].transport.all_gather(output_tensor, input_tensor)
 
             def ours() -> None:
-                gather(input_tensor, output_tensor).wait()
+                self.wait_for(gather(input_tensor, output_tensor))
 
             native_is_faster = self._native(group, key, native, ours, input_tensor)
             if hook is not None and hook.together is not None:
@@ -241,7 +273,7 @@ class PreparedGather(PreparedHook):
             self._count(work)
             self._made.append(work)
             self._made.take_done()
-        return GatherWork(work)
+        return GatherWork(self, work)
 
 
 def known_at_once(device: torch.device) -> bool:
@@ -326,8 +358,8 @@ class _Gather:
             and state.is_of_the_step_of(forward[0])
             and work.has_space_for(forward[1])
         ):
+            # It is judged before backward returns.
             work.note_fit()
-            self._hook.judge_later()
 
 
 class PreparedScatter(PreparedHook):
@@ -360,9 +392,11 @@ class PreparedScatter(PreparedHook):
         self._wire = wire
         self._gathers = gathers
         #: Works that may have to be made once more, and others.
-        self._late = Pending()
-        self._settled = Pending()
+        self._late = Pending(self.end_calls)
+        self._settled = Pending(self.end_calls)
         self._end = EndOfBackward(self._judge)
+        if gathers is not None:
+            self.partners, gathers.partners = [gathers], [self]
 
     def of(self, module: Any) -> _Scatter:
         """This hook for one FSDP module.
@@ -403,7 +437,7 @@ class PreparedScatter(PreparedHook):
                     output.mul_(scale)
 
             def ours() -> None:
-                scatter(x, output).wait()
+                self.wait_for(scatter(x, output))
 
             native_is_faster = self._native(group, key, native, ours, x)
             if hook.together is not None:
@@ -415,13 +449,13 @@ class PreparedScatter(PreparedHook):
             work = scatter(x, output, correct)
             self._count(work)
         if correct is None or not in_backward:
-            work.wait()
+            self.wait_for(work)
             return
         # All ranks make calls once more at the same places, however far their devices are.
         late = self._late if work.may_change else self._settled
         late.append(work)
         while len(self._late) > _LATE:
-            self._late.popleft().wait()
+            self.wait_for(self._late.popleft())
         self._settled.take_done()
 
     def _of_this_step(self, correct: Callable[[Any], None] | None) -> Callable[[Any], None] | None:

@@ -80,17 +80,19 @@ class EndOfBackward:
 
 
 class Pending(deque[Work]):
-    """Works that nobody else has to wait for, until they are judged in the order of calls."""
+    """Works that nobody else has to wait for, until they are judged in the order of calls.
 
-    def __init__(self) -> None:
+    Args:
+        end_calls: Called with what was wrong before that is raised.
+    """
+
+    def __init__(self, end_calls: Callable[[CollectiveError], None]) -> None:
         super().__init__()
+        self._end_calls = end_calls
         self._problem: CollectiveError | None = None
 
     def take_done(self) -> None:
-        """Judge those at the front that need neither the device nor other ranks; raise nothing.
-
-        Where a rank raises must not depend on how far its device is.
-        """
+        """Judge those at the front that need neither the device nor other ranks; raise nothing."""
         while self and self[0].done() and not self[0].may_change:
             self._judge_first()
 
@@ -108,6 +110,7 @@ class Pending(deque[Work]):
         """Raise what has been found wrong so far; see `judge`."""
         problem, self._problem = self._problem, None
         if problem is not None:
+            self._end_calls(problem)
             raise problem
 
     def _judge_first(self) -> None:
@@ -168,6 +171,10 @@ class PreparedHook:
         self.away = AwayHooks(self.look_again)
         #: What a group's first call of a step is about; see `_repeats`.
         self._first: dict[Any, Hashable] = {}
+        #: Hooks of the same model, whose calls end with those of this one.
+        self.partners: list[PreparedHook] = []
+        #: Called with the reason when they end: what ends calls of another kind.
+        self.ends: list[Callable[[str], None]] = []
         #: Bytes to other ranks, without compression and as they were sent, in all calls so far.
         self.raw_bytes = self.wire_bytes = 0
 
@@ -180,6 +187,41 @@ class PreparedHook:
         self._prepared.clear()
         self._calls.clear()
         self._first.clear()
+
+    def end_calls(self, error: CollectiveError) -> None:
+        """Refuse later calls, and have those of the other ranks fail.
+
+        Where a rank finds damage depends on how far its device is. The others, who have found
+        nothing, may be anywhere in the step.
+
+        Args:
+            error: What has gone wrong; later errors, also of other ranks, name it.
+        """
+        ended = [calls for hook in (self, *self.partners) for calls in hook._calls.values()]
+        for calls in ended:
+            calls.broken = calls.broken or str(error)
+        for calls in ended:
+            calls.give_up()
+        for end in self.ends:
+            end(str(error))
+
+    def wait_for(self, work: Work) -> bool:
+        """Wait for a call; an error ends the calls of this hook.
+
+        Args:
+            work: The work of the call.
+
+        Returns:
+            True.
+
+        Raises:
+            CollectiveError: If a rank was late, or bytes were damaged.
+        """
+        try:
+            return work.wait()
+        except CollectiveError as error:
+            self.end_calls(error)
+            raise
 
     def trace(self) -> list[TraceRecord]:
         """Records of the last calls, group by group, oldest first; none without ``trace=``."""

@@ -214,6 +214,8 @@ class ReduceScatter(CommHook):
         self._gathers = gathers
         self._end = EndOfBackward(self._judge)
         self._sums: dict[AnyCommunicator, _Sums] = {}
+        if gathers is not None:
+            gathers.ends.append(self._end_calls)
 
     @property
     def raw_bytes(self) -> int:
@@ -228,6 +230,15 @@ class ReduceScatter(CommHook):
     def trace(self) -> list[TraceRecord]:
         """Records of the last calls, group by group: of the communicator, then of sketches."""
         return super().trace() + [r for s in self._sums.values() for r in s.sketches.trace()]
+
+    def _end_calls(self, why: str) -> None:
+        """Refuse later calls, and have those of the other ranks fail."""
+        for comm in [channel.comm for channel in self._channels.values()]:
+            nodes = isinstance(comm, NodeCommunicator)
+            for one in (comm.within, comm.between) if nodes else (comm,):
+                if one.session.broken is None:
+                    one.session.broken = why
+                    one.transport.abort(why)
 
     def _judge(self) -> None:
         """Raise what is wrong with sums and gathers that nobody has waited for yet, and report."""

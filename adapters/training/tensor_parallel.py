@@ -39,6 +39,7 @@ those of all samples.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -212,7 +213,7 @@ class TensorParallel(Closing):
         Raises:
             CollectiveError: If anything goes wrong on the wire.
         """
-        return Collective.apply(x, self._sum("forward", x), _identity)
+        return Collective.apply(x, self._sum("forward", x), self._unchanged())
 
     def all_gather(self, x: Any, dim: int = 0) -> Any:
         """Concatenate the tensors of all ranks; the gradient is reduce-scattered.
@@ -250,6 +251,18 @@ class TensorParallel(Closing):
         scattered, gathered = self._scatter("forward", x, dim), self._gather("backward", x, dim)
         return Collective.apply(x, scattered, gathered)
 
+    def check(self) -> None:
+        """Raise what is wrong with calls so far; waits for them.
+
+        Only prepared calls on a GPU, outside of training, may be wrong unnoticed. Call it behind a
+        forward that no backward follows, before its result is used.
+
+        Raises:
+            CollectiveError: If a rank was late, or bytes were damaged.
+        """
+        if isinstance(self._forward, PreparedDirection):
+            self._forward.judge()
+
     def close(self) -> None:
         """Free connections and memory. Later calls raise CollectiveError; counts stay."""
         for way in self._directions():
@@ -264,6 +277,11 @@ class TensorParallel(Closing):
 
     def _exact(self) -> list[ExactDirection]:
         return [way for way in self._directions() if isinstance(way, ExactDirection)]
+
+    def _unchanged(self) -> Callable[[Any], Any]:
+        """The gradient of a sum that all ranks have."""
+        way = self._backward
+        return way.unchanged if isinstance(way, PreparedDirection) else _identity
 
     def _way(self, direction: Direction) -> ExactDirection | PreparedDirection:
         return self._forward if direction == "forward" else self._backward
@@ -393,10 +411,9 @@ def connect(
             raise ValueError(
                 f"route is {route!r}, given with node or within; allowed with those: 'exact'"
             )
-        there, back = (
-            PreparedDirection(route, group, native=codec is None, codec=codec or "raw", **options)
-            for codec in (forward, backward)
-        )
+        made = functools.partial(PreparedDirection, route, group, **options)
+        there = made(native=forward is None, codec=forward or "raw")
+        back = made(native=backward is None, codec=backward or "raw", other=there)
         return TensorParallel._prepared(there, back, wire)
     purpose = "tensor_parallel.connect"
     directions = forward, backward, group, device, options, node, within
