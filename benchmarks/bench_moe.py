@@ -162,7 +162,8 @@ class Layer:
         with torch.no_grad(), torch.cuda.graph(graph):
             y = call(self.x)
 
-        def replay(x: torch.Tensor) -> torch.Tensor:
+        def replay(x: torch.Tensor, kept: Any = parallel) -> torch.Tensor:
+            """The graph uses memory of what is `kept`."""
             graph.replay()
             return y
 

@@ -211,6 +211,15 @@ def ncclx(moe: Steps) -> list[Experiment]:
         for codec, asked in (("zipccl", "1.25 x padded, 1.15 x exact"), ("taco", "1.7 x"))
         for what, end in (("", ""), (", forward and backward", ", backward"))
     ]
+    train.append(
+        Experiment(
+            "the same exchange, 8,192 tokens, 2 experts of each, without a codec and without "
+            "waiting for the host (`connect_resident`)",
+            "not in the paper; asked 1.1 x over NVLink",
+            moe.speeds({NVLINK: "moe, resident, 8192 tokens, top 2"}, training),
+            "moe.jsonl: `resident`",
+        )
+    )
     return [decode, *train]
 
 
