@@ -499,7 +499,8 @@ def test_damage_names_the_rank_that_sent(kind: str, stage: str) -> None:
         parallel = parallel_of(inner, 2)
         x, logits = tokens(transport.rank, 2, torch.bfloat16, 400)
         routing = moe.route(logits.detach() * 0 + torch.tensor([0.0, 0.1]), 2)
-        Damaged.on = True
+        if isinstance(inner, Damaged):
+            inner.on = True
         if transport.rank:
             # Its own are whole; what rank 0 has raised may reach it as a peer that has left.
             parallel.dispatch(x, routing)
