@@ -117,6 +117,7 @@ class DdpHook(Closing):
         if self._channel is None:
             if self._connecting is None:
                 raise TypeError(NOT_CONNECTED)
+            self._check_open("ddp.register")
             self._channel = Channel(self._connecting.connect(device))
             self._leave_to(dist.group.WORLD)
         return self._channel

@@ -725,12 +725,16 @@ def _take_replicas(module: Any, away: AwayHooks) -> Any:
         if isinstance(info, HSDPMeshInfo):
             found = info.replicate_process_group
             before = {name: getattr(group, name) for name in _TAKEN}
-            away.on_remove(functools.partial(vars(group).update, before))
+            away.on_remove(group, functools.partial(_restore, before))
             alone = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
             if group.post_forward_mesh_info == info:
                 group.post_forward_mesh_info = alone
             group.mesh_info = alone
     return found
+
+
+def _restore(values: dict[str, Any], group: Any) -> None:
+    vars(group).update(values)
 
 
 def _compress_prepared(

@@ -246,6 +246,8 @@ class Closing:
 
     #: Why a model cannot make another step, if it has not ended its last.
     _unended: CollectiveError | None = None
+    #: Whether it was closed, perhaps before it had a communicator.
+    _ended = False
 
     def _refuses(self) -> CollectiveError | None:
         """What every later call will raise, if ranks are out of step."""
@@ -267,8 +269,14 @@ class Closing:
         Later calls raise CollectiveError; counts and traces stay. Closing again does nothing. A
         hook whose model is garbage-collected closes by itself.
         """
+        self._ended = True
         for channel in self._open():
             channel.close()
+
+    def _check_open(self, purpose: str) -> None:
+        """Raise CollectiveError if it was closed, before it connects."""
+        if self._ended:
+            raise CollectiveError(dist.get_rank(), purpose, 0, "start", "the hook is closed")
 
     def __enter__(self) -> Self:
         return self

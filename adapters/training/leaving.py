@@ -8,6 +8,7 @@ hands buckets on to PyTorch's own hook.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -43,6 +44,7 @@ class Communication:
 
     def __init__(self, module: Any, kind: Kind) -> None:
         self._module, self._kind = module, kind
+        self._hook: Any = None
         #: PyTorch's own, or a hook that the user has set; never a hook of this package. Where one
         #: was set without `install`, nobody knows what was there before it: PyTorch's default.
         self.own: Any = self.current()
@@ -67,16 +69,28 @@ class Communication:
         getattr(self._module, f"set_custom_{self._kind}")(comm)
 
     def install(self, hook: Any) -> None:
-        """Set a hook of this package, which replaces others for good, also one that is away."""
-        self._installed()[self._kind] = self
+        """Set a hook of this package, which replaces others for good, also one that is away.
+
+        What it replaces is told, if it has a method ``let_go``.
+        """
+        before = self._installed().get(self._kind)
+        if before is not None and before._hook is not hook:
+            before._let_go()
+        self._installed()[self._kind], self._hook = self, hook
         self.set(hook)
 
-    def remove(self, hook: Any) -> None:
+    def remove(self) -> None:
         """Set PyTorch's own again, unless somebody has replaced the hook."""
-        if self.current() is hook:
+        if self.current() is self._hook:
             self.set(self.own)
         if self.is_newest():
+            self._let_go()
             del self._installed()[self._kind]
+
+    def _let_go(self) -> None:
+        let_go = getattr(self._hook, "let_go", None)
+        if let_go is not None:
+            let_go()
 
     def is_newest(self) -> bool:
         """Whether no hook was installed after this one's."""
@@ -134,24 +148,26 @@ class AwayHooks:
     def __init__(self, renew: Callable[[Any], None]) -> None:
         self._renew = renew
         self._away: list[_Away] = []
-        #: What takes hooks off their modules.
-        self._removals: list[Callable[[], None]] = []
+        #: What takes hooks off, and of what, which belongs to a module: models do not live longer.
+        self._removals: list[tuple[weakref.ref[Any], Callable[[Any], None]]] = []
 
     def install(self, communication: Communication, hook: Any) -> None:
         """Set a hook of a module, until `remove`."""
         communication.install(hook)
-        self.on_remove(functools.partial(communication.remove, hook))
+        self.on_remove(communication, Communication.remove)
 
-    def on_remove(self, call: Callable[[], None]) -> None:
-        """Have `remove` call something."""
-        self._removals.append(call)
+    def on_remove(self, owner: Any, call: Callable[[Any], None]) -> None:
+        """Have `remove` call something with `owner`, if that still exists."""
+        self._removals.append((weakref.ref(owner), call))
 
     def remove(self) -> None:
         """Take all hooks off their modules."""
         self.close()
         removals, self._removals = self._removals, []
-        for call in removals:
-            call()
+        for reference, call in removals:
+            owner = reference()
+            if owner is not None:
+                call(owner)
 
     def put_away(self, groups: Iterable[Any], hooks: Sequence[tuple[Communication, Any]]) -> None:
         """Put PyTorch's own communication in the place of hooks of one module.

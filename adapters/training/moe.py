@@ -536,12 +536,16 @@ def connect_resident(
 
     Raises:
         ValueError: As ``ResidentExperts``, or if the device is not a GPU.
-        CollectiveError: If ranks prepare different things, or do not come.
+        CollectiveError: If ranks prepare different things, or do not all call it within the
+            timeout.
         RuntimeError: If the ranks cannot read one another's memory.
     """
     place = torch.device(device)
     if place.type != "cuda":
         raise ValueError(f"device is {device}; allowed: a GPU")
+    if place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    TorchDist.meet(group, place, "moe.connect_resident")
     memory = peers_of("peers", group, place, "moe.connect_resident").memory
     assert memory is not None
     return ResidentExperts(

@@ -45,7 +45,8 @@ class GatherWork(dist.Work):  # type: ignore[misc, unused-ignore]
 
     def wait(self, timeout: Any = None) -> bool:
         """See ``prepared_work.Work``."""
-        if self._work.may_change:
+        # What was wrong with it is raised each time: FSDP keeps it, and may ask again.
+        if self._work.may_change or self._work.judged:
             return self._hook.wait_for(self._work)
         self._hook.tell()
         return True
@@ -110,9 +111,9 @@ class PreparedGather(PreparedHook):
             module: The module.
         """
         # Also a forward that raises ends.
-        hook = module.register_forward_hook(self._end_forward, always_call=True)
-        self._handles.append(hook)
-        return _Gather(self, module)
+        handle = module.register_forward_hook(self._end_forward, always_call=True)
+        self._handles.append(handle)
+        return _Gather(self, module, handle)
 
     def _end_forward(self, module: Any, _: Any, result: Any) -> None:
         """Called behind the forward of every FSDP module."""
@@ -286,11 +287,13 @@ def known_at_once(device: torch.device) -> bool:
 
 
 class _Gather:
-    """A ``PreparedGather`` for one module."""
+    """A ``PreparedGather`` for one module; `handle` is that of what follows its forwards."""
 
-    def __init__(self, hook: PreparedGather, module: Any) -> None:
+    def __init__(self, hook: PreparedGather, module: Any, handle: Any) -> None:
         self._hook = hook
         self._module = module
+        #: Called when another hook takes its place.
+        self.let_go: Callable[[], None] = handle.remove
         self._kept: KeptMessage | None = None
         self._asked = False
         #: From a gather outside of backward to the first one in backward: see ``shard_state``.

@@ -275,7 +275,7 @@ class PreparedHook:
             transport,
             peers=peers.memory,
             depth=depth,
-            side_by_side=self.side_by_side and peers.memory is None and _graphs_mix(),
+            side_by_side=self.side_by_side and peers.memory is None,
             name=self.purpose,
             **self._options,
         )
@@ -359,11 +359,6 @@ class PreparedHook:
     def _count(self, work: Work) -> None:
         self.raw_bytes += work.raw_bytes
         self.wire_bytes += work.wire_bytes
-
-
-def _graphs_mix() -> bool:
-    """Whether NCCL orders the calls of a communicator that several graphs hold."""
-    return os.environ.get("NCCL_GRAPH_MIXING_SUPPORT", "1") != "0"
 
 
 class Peers(NamedTuple):

@@ -76,7 +76,8 @@ class ResidentExperts:
     CUDA graph, once each has been made before; replays and other calls may alternate.
 
     A layer may have an object of its own, or many may share one: nothing is kept in the object
-    between calls. On the CPU ranks are threads, and PyTorch does what kernels do on a GPU.
+    between calls. On a GPU calls are made on one stream, or on streams that you order. On the CPU
+    ranks are threads, and PyTorch does what kernels do on a GPU.
 
     Args:
         memory: What the ranks can read from one another: ``SymmetricMemory`` of GPUs.
@@ -95,9 +96,9 @@ class ResidentExperts:
 
     Raises:
         CollectiveError: On each rank, if what they prepare differs.
-        TimeoutError: If a rank does not come.
+        TimeoutError: If a rank does not come, between threads.
         ValueError: If a value is not allowed.
-        RuntimeError: If memory cannot be made.
+        RuntimeError: If memory cannot be made, or a rank does not come to make it.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class ResidentExperts:
         return _Combined.apply(y, dispatched.weights, self, dispatched.layout)
 
     def check(self) -> None:
-        """Wait for the calls queued so far, and raise if anything was wrong with them.
+        """Wait for the calls queued on the current stream, and raise what was wrong with them.
 
         What was wrong is told once. Faults of a routing are known to all ranks.
 

@@ -193,6 +193,9 @@ class KernelRows:
         self.report = torch.zeros(memory.world_size + 1, dtype=torch.int64, device=device)
         self._faults, self._status = self.report[:-1], self.report[-1:]
         self.late = self._region.late()
+        if device.type == "cuda":
+            # Calls may be made on other streams.
+            torch.cuda.current_stream(device).synchronize()
 
     def tell(self, x: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor) -> Layout:
         """See `Exchanges`."""

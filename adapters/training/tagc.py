@@ -528,6 +528,7 @@ class DdpHook(Closing):
         if self._channel is None:
             if self._connecting is None:
                 raise TypeError(NOT_CONNECTED)
+            self._check_open("tagc.register")
             comm = self._connecting.connect(device)
             self._made = _Sums(comm, self._tagc, self.state)
             self._channel = Channel(comm)

@@ -111,6 +111,8 @@ class SymmetricRegion:
         numbers = self._rank, round(timeout * 1e9)
         with torch.cuda.device(device):
             self._meet = barrier.prepared(1, tensors, numbers)
+            # Calls may be made on other streams.
+            torch.cuda.current_stream().synchronize()
 
     @property
     def parts(self) -> list[Any]:
@@ -147,8 +149,8 @@ class SymmetricMemory:
 
     def __init__(self, group: Any = None, device: Any = None, *, timeout: float = 30.0) -> None:
         self._group = group if group is not None else dist.group.WORLD
-        index = torch.cuda.current_device() if device is None else torch.device(device).index
-        self._device = torch.device("cuda", index)
+        index = None if device is None else torch.device(device).index
+        self._device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._timeout = timeout
         #: A call with several barriers, in several regions, waits once for a rank that is late.
         self._late: Any = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import sys
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,10 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.optim.swa_utils import AveragedModel  # noqa: E402
 
+from tightwire.adapters.collectives.calls import Call  # noqa: E402
+from tightwire.adapters.collectives.prepared_work import Work  # noqa: E402
 from tightwire.adapters.training import ddp, tagc  # noqa: E402
+from tightwire.adapters.training.prepared_fsdp import GatherWork, PreparedGather  # noqa: E402
 
 WIDTH = 64
 
@@ -229,6 +234,72 @@ def replicas(_: Any) -> None:
     hooks.remove()
     assert all(m._get_fsdp_state()._fsdp_param_group._is_hsdp for m in model)
     assert same(step(model), reference)
+
+
+def replaced(_: Any) -> None:
+    """A hook that another one has replaced is over, whatever was wrong with it."""
+    for ahead in (0, 2):
+        model = sharded()
+        first = tw.fsdp.compress(model, route="network", ahead=ahead)
+        step(model)
+        gathers, memory = first.all_gather, torch.zeros(WIDTH)
+        gathers(memory, torch.ones(WIDTH // dist.get_world_size()), dist.group.WORLD)
+        for calls in gathers._calls.values():
+            calls.broken = "damage"
+        second = tw.fsdp.compress(model, route="network", ahead=ahead)
+        step(model)
+        with torch.no_grad():
+            model(torch.randn(3, WIDTH))
+        alive = [weakref.ref(gathers), *map(weakref.ref, gathers._calls.values())]
+        assert len(alive) == 2
+        del first, gathers, calls
+        gc.collect()
+        assert [one() for one in alive] == [None, None]
+        second.close()
+
+
+def models_end(_: Any) -> None:
+    """Hooks that somebody holds keep no model alive."""
+    for options in ({}, {"route": "network", "ahead": 0}, {"route": "auto"}):
+        model = sharded()
+        hooks = tw.fsdp.compress(model, **options)
+        step(model)
+        hooks.close()
+        alive = [weakref.ref(module) for module in (*model, model)]
+        del model
+        gc.collect()
+        assert [one() for one in alive] == [None] * 4, options
+        hooks.remove()
+
+
+def closed_copies(_: Any) -> None:
+    """A copy that was closed before it has connected makes no calls."""
+    ways: list[tuple[Any, Any]] = [("exact", ddp.ddp_hook), ("network", ddp.prepared_ddp_hook)]
+    for route, hook in ways:
+        state = copy.deepcopy(ddp.register(replica(), route=route))
+        state.close()
+        other = replica()
+        other.register_comm_hook(state, hook)
+        with pytest.raises(tw.CollectiveError, match="closed"):
+            step(other)
+
+
+def test_what_was_wrong_with_a_gather_is_raised_again() -> None:
+    """FSDP keeps what it waits for, and may ask again, also when the hook is closed."""
+    hook = PreparedGather("network", codec="mx")
+    work = Work(None, None, Call(0, "all_gather", 1, "", ""), None, None)
+    work._error = tw.CollectiveError(0, "all_gather", 1, "decode", "damaged (from rank 1)")
+    gathered = GatherWork(hook, work)
+    for _ in range(2):
+        with pytest.raises(tw.CollectiveError, match="damaged"):
+            gathered.wait()
+        hook.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["replaced", "models_end", "closed_copies"])
+def test_ends(task: str, tmp_path: Path) -> None:
+    launch(__file__, task, 1, tmp_path)
 
 
 @pytest.mark.slow

@@ -200,7 +200,9 @@ def test_damage_of_what_the_host_waits_for_is_raised_at_once(tmp_path: Path) -> 
     names = ("lossless", "lossless backward", "lossless sums", "lossless inference")
     cases = [["FSDP", name, True] for name in names]
     cases.append(["tensor parallel", "inference", True])
-    check(launch(__file__, "damaged", cases, 2, tmp_path, 100, warnings="ignore"))
+    found = launch(__file__, "damaged", cases, 2, tmp_path, 100, warnings="ignore")
+    assert len(found) == len(cases)
+    check(found)
 
 
 def test_in_inference_on_a_device_that_is_behind_a_later_call_raises(tmp_path: Path) -> None:
