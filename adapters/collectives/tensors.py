@@ -427,7 +427,8 @@ class PendingHostCopy:
                 now = time.monotonic()
                 if left is not None and now - asked > _ASK:
                     asked = now
-                    if gone := left():
+                    # What arrived before they left is as good as ever.
+                    if (gone := left()) and not self._event.query():
                         why = "".join(f"; {text}" for text in gone.values() if text)
                         raise ConnectionError(f"ranks {list(gone)} have left{why}")
                 waited = time.monotonic() - start
