@@ -89,6 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark_others(tiers["gpu"], pytest.mark.long, len(tiers["gpu"]))
     asked = config.option.markexpr
     others = [name for name in TIERS if name not in asked] if asked else []
+    # Those that take minutes come first: at the end one worker would be left with them.
+    items.sort(key=lambda item: item.path.name != "test_triton_compile.py")
     left_out = [item for item in items if tier(item) in others]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
