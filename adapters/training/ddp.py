@@ -115,10 +115,7 @@ class DdpHook(Closing):
     def _connected(self, device: torch.device) -> Channel:
         """The channel, which a copy makes when it is first used."""
         if self._channel is None:
-            if self._connecting is None:
-                raise TypeError(NOT_CONNECTED)
-            self._check_open("ddp.register")
-            self._channel = Channel(self._connecting.connect(device))
+            self._channel = Channel(self._connect_copy(self._connecting, device))
             self._leave_to(dist.group.WORLD)
         return self._channel
 

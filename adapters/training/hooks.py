@@ -273,10 +273,13 @@ class Closing:
         for channel in self._open():
             channel.close()
 
-    def _check_open(self, purpose: str) -> None:
-        """Raise CollectiveError if it was closed, before it connects."""
+    def _connect_copy(self, own: Connecting | None, device: torch.device) -> AnyCommunicator:
+        """Make the communicator of a copy; `own` is None if one was passed to the original."""
+        if own is None:
+            raise TypeError(NOT_CONNECTED)
         if self._ended:
-            raise CollectiveError(dist.get_rank(), purpose, 0, "start", "the hook is closed")
+            raise CollectiveError(dist.get_rank(), own.purpose, 0, "start", "the hook is closed")
+        return own.connect(device)
 
     def __enter__(self) -> Self:
         return self

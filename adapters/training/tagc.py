@@ -526,10 +526,7 @@ class DdpHook(Closing):
     def _connected(self, device: torch.device) -> Channel:
         """The channel, which a copy makes when it is first used."""
         if self._channel is None:
-            if self._connecting is None:
-                raise TypeError(NOT_CONNECTED)
-            self._check_open("tagc.register")
-            comm = self._connecting.connect(device)
+            comm = self._connect_copy(self._connecting, device)
             self._made = _Sums(comm, self._tagc, self.state)
             self._channel = Channel(comm)
         return self._channel

@@ -235,9 +235,9 @@ class Driver(NamedTuple):
     ) -> _Known:
         """The launch that encodes by `plan`, made once for each kind of call."""
         aligned, item = aligned_for(plan, x), x.element_size()
-        form, other = None, (plan.static_offset, *_geometry(plan))
+        form, other = None, (plan.static_offset, *geometry_of(plan))
         if source is not None:
-            form, other = source.form, (source.plan.static_offset, *_geometry(source.plan))
+            form, other = source.form, (source.plan.static_offset, *geometry_of(source.plan))
         kind = (id(self), id(form), other, out.get_device(), item, aligned, given, random)
         kept = _known_of(plan)
         found = kept.get(kind)
@@ -259,7 +259,7 @@ class Driver(NamedTuple):
                 _encode_variant(self, form, tiling, launch),
                 tiles * plan.chunks,
                 (0, plan.static_offset, plan.header.nbytes, other[0], 0, 0, 0, 0),
-                (plan.nelem, plan.chunk_nelem, tiles, *_geometry(plan), *other[1:]),
+                (plan.nelem, plan.chunk_nelem, tiles, *geometry_of(plan), *other[1:]),
                 tiling,
                 (self, form),
             )
@@ -279,7 +279,7 @@ class Driver(NamedTuple):
         chunks, chunk_nelem, geometry = 1, x.numel(), (0, 0)
         aligned, source = x.data_ptr() % 16 == 0, x
         if plan is not None and src is not None:
-            chunks, chunk_nelem, geometry = plan.chunks, plan.chunk_nelem, _geometry(plan)
+            chunks, chunk_nelem, geometry = plan.chunks, plan.chunk_nelem, geometry_of(plan)
             aligned, source = aligned_for(plan, x), src[plan.static_offset :]
         if not chunk_nelem:
             return
@@ -388,7 +388,7 @@ class Driver(NamedTuple):
                 _decode_variant(self, tiling, launch),
                 self._tiles_of(plan, tiling, 0, plan.nelem)[1] + 1,
                 (plan.static_offset, 0, 0, 0, 0),
-                (plan.nelem, plan.chunk_nelem, tiles, *_geometry(plan)),
+                (plan.nelem, plan.chunk_nelem, tiles, *geometry_of(plan)),
                 tiling,
                 (self,),
             )
@@ -459,7 +459,7 @@ class Driver(NamedTuple):
             plan.chunk_nelem,
             tiles,
             plan.static_offset // 128,
-            *_geometry(plan),
+            *geometry_of(plan),
             places.number,
             place,
             1.0 if factor is None else factor,
@@ -747,6 +747,6 @@ def _decode_variant(driver: Driver, tiling: Tiling, launch: Launch, many: bool =
     )
 
 
-def _geometry(plan: Plan) -> tuple[int, int]:
+def geometry_of(plan: Plan) -> tuple[int, int]:
     """The distance of static parts, and where the second section starts in them, by 128 bytes."""
     return plan.static_stride // 128, plan.layout.sections[0].nbytes // 128

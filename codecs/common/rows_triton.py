@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from .base import Plan
-from .driver_triton import Driver, Tiling
+from .driver_triton import Driver, Tiling, geometry_of
 from .frame_triton import CHUNK, CHUNK_PAYLOAD, pointer_of
 from .launch_triton import Variant, kernel, options
 from .order_triton import DTYPES, rounded
@@ -444,14 +444,13 @@ class Rows:
         self, plan: Plan, driver: Driver, measuring: Driver | None, device: torch.device
     ) -> None:
         self.plan, self._driver, self._measuring, self._device = plan, driver, measuring, device
-        #: The kernel's geometry: the distance of rows, and where the second section starts.
-        self._at = plan.static_stride // 128, plan.layout.sections[0].nbytes // 128
+        #: The distance of rows, and where the second section starts in them.
+        self._at = geometry_of(plan)
         self._variants: dict[Any, Any] = {}
 
     def dot_tiles(self) -> int:
         """Dot products of a row."""
-        tiling = self._tiled(self._summing)
-        return -(-self.plan.nelem // (tiling.rows * self._driver.form.run))
+        return self._tiles(self._tiled(self._summing))
 
     def put(self, x: torch.Tensor, memory: Memory, limit: torch.Tensor | None = None) -> None:
         """Encode the rows of `x`, contiguous; with `limit`, int32, only so many."""
@@ -470,7 +469,8 @@ class Rows:
             tiling = self._tiled(driver.tilings[0])
             values = {"x_item": self.plan.dtype.itemsize, "aligned": self._aligned and kind[3]}
             launch = driver._launch(tiling, self.plan.dtype, self._device, **values)
-            variant = _put_variant(driver, tiling, launch, limit is not None)
+            own = {"PACK": driver.pack, "LIMITED": limit is not None}
+            variant = _variant(put_rows_kernel, driver, tiling, launch, **own)
             known = self._variants[kind] = variant, self._tiles(tiling)
         variant, tiles = known
         rows, n = x.shape
@@ -492,7 +492,8 @@ class Rows:
                 tiling = tiling._replace(registers=tiling.registers + 8)
             values = {"x_item": 0, "aligned": self._aligned}
             launch = self._driver._launch(tiling, self.plan.dtype, self._device, **values)
-            variant = _take_variant(self._driver, tiling, launch, clear)
+            own = {"TILE": self._driver.tile, "CLEAR": clear}
+            variant = _variant(take_rows_kernel, self._driver, tiling, launch, **own)
             known = self._variants["take", clear] = variant, self._tiles(tiling)
         variant, tiles = known
         rows, n = out.shape
@@ -534,8 +535,14 @@ class Rows:
                 summed=True,
                 loaded=self._driver.load is not None,
             )
-            dtypes = factors.dtype, out.dtype
-            variant = _sum_variant(self._driver, tiling, launch, dtypes, k, mode)
+            own = {
+                "LOAD": self._driver.load or no_load,
+                "KIND": DTYPES[factors.dtype],
+                "TO": DTYPES[out.dtype],
+                "K": k,
+                "MODE": mode,
+            }
+            variant = _variant(sum_rows_kernel, self._driver, tiling, launch, **own)
             known = self._variants[kind] = variant, self._tiles(tiling)
         variant, tiles = known
         rows, n = out.shape
@@ -576,52 +583,14 @@ class Rows:
 
 
 @functools.cache
-def _put_variant(driver: Driver, tiling: Tiling, launch: Launch, limited: bool) -> Variant:
+def _variant(made_of: Any, driver: Driver, tiling: Tiling, launch: Launch, **own: Any) -> Variant:
+    """A kernel of this file with a codec's functions, and values of its `own`."""
     return Variant(
-        put_rows_kernel,
-        options(tiling.warps, tiling.registers),
-        F=driver.form,
-        L=launch,
-        PACK=driver.pack,
-        UNPACK=driver.unpack,
-        SCALE=driver.scale,
-        LIMITED=limited,
-    )
-
-
-@functools.cache
-def _take_variant(driver: Driver, tiling: Tiling, launch: Launch, clear: bool) -> Variant:
-    return Variant(
-        take_rows_kernel,
+        made_of,
         options(tiling.warps, tiling.registers),
         F=driver.form,
         L=launch,
         UNPACK=driver.unpack,
         SCALE=driver.scale,
-        TILE=driver.tile,
-        CLEAR=clear,
-    )
-
-
-@functools.cache
-def _sum_variant(
-    driver: Driver,
-    tiling: Tiling,
-    launch: Launch,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    k: int,
-    mode: int,
-) -> Variant:
-    return Variant(
-        sum_rows_kernel,
-        options(tiling.warps, tiling.registers),
-        F=driver.form,
-        L=launch,
-        LOAD=driver.load or no_load,
-        UNPACK=driver.unpack,
-        SCALE=driver.scale,
-        KIND=DTYPES[dtypes[0]],
-        TO=DTYPES[dtypes[1]],
-        K=k,
-        MODE=mode,
+        **own,
     )
