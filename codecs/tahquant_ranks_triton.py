@@ -567,7 +567,7 @@ def choose_tokens(plan: Plan, driver: Driver, decode_runs, x, out, stats, src=No
     runs = -(-hidden // int(RUN.value))
     rows = max(32, triton.next_power_of_2(runs))
     once = rows <= ONCE_RUNS and runs >= ONCE_SHARE * rows
-    launch = driver._launch(
+    launch = driver.launch(
         Tiling(rows if once else ENTROPY_RUNS, 1),
         plan.dtype,
         x.device,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ...codecs.common.base import Plan
 from ...formats.header import align
+from ...prepared import sum_exchange
 from ..transports.base import Transport
 from ..transports.peer import PeerMemory, Region
 from . import tensors
@@ -225,6 +226,12 @@ class Route(Protocol):
     def spread(self, nbytes: int, like: Any, phase: Phase, root: int) -> Messages:
         """Memory for messages of rank `root` to all, as many as ranks; see ``gathered``."""
 
+    def sums(self, plan: Plan, like: Any) -> Any:
+        """What fills a tensor with the sum of all ranks' in one launch, see ``exchange_triton``.
+
+        All ranks call it alike. None: nothing does.
+        """
+
     def trim(self) -> None:
         """Have calls share as much memory as those need that are still made, if it can change."""
 
@@ -311,6 +318,10 @@ class NetworkRoute:
 
         return Messages(rows, _rows(received, nbytes), exchange, blocks=(to, of))
 
+    def sums(self, plan: Plan, like: Any) -> Any:
+        """See ``Route``."""
+        return None
+
     def trim(self) -> None:
         """See ``Route``."""
         for block in self._blocks.values():
@@ -348,6 +359,8 @@ class PeerRoute:
         self._peers = memory
         #: By size, phase and purpose. Kept: ranks make them together, whatever each has dropped.
         self._regions: dict[Hashable, Region] = {}
+        #: By what they sum.
+        self._sums: dict[Hashable, Any] = {}
 
     def gathered(self, nbytes: int, like: Any, phase: Phase) -> Messages:
         """See ``Route``."""
@@ -368,6 +381,20 @@ class PeerRoute:
         region = self._every(nbytes, phase)
         mine, received = (self._sent(region, r, nbytes) for r in (self._peers.rank, root))
         return Messages(mine, received, region.barrier, late=region.late())
+
+    def sums(self, plan: Plan, like: Any) -> Any:
+        """See ``Route``."""
+        if not (tensors.is_torch(like) and tensors.is_cuda(like)):
+            return None
+        key = plan.codec, plan.dtype.name, plan.nelem, plan.checksum
+        if key not in self._sums:
+            peers = self._peers
+            found = sum_exchange(plan, like, peers.world_size, peers.rank)
+            if found is not None:
+                region = peers.region(found.nbytes)
+                found.begin(region.parts, region.late(), peers.timeout)
+            self._sums[key] = found
+        return self._sums[key]
 
     def trim(self) -> None:
         """See ``Route``; ranks make and drop such memory together, so it stays."""

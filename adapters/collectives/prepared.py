@@ -46,7 +46,7 @@ from .exact_messages import ExactRoute
 from .messages import NetworkRoute, PeerRoute, Route
 from .prepared_exchange import part_of
 from .prepared_gathers import AllGather, AllToAll, Broadcast
-from .prepared_sums import AllReduce, OneShot, ReduceScatter
+from .prepared_sums import AllReduce, OneLaunch, OneShot, ReduceScatter
 from .recorded import GraphRecorder, Recorder
 
 _P = TypeVar("_P")
@@ -200,7 +200,7 @@ class PreparedCalls:
         wire: Any = None,
         scale: float | None = None,
         algorithm: str | None = None,
-    ) -> AllReduce | OneShot:
+    ) -> AllReduce | OneLaunch | OneShot:
         """Prepare a sum over ranks, which all of them get.
 
         Args:
@@ -215,7 +215,7 @@ class PreparedCalls:
             ValueError: For another ``algorithm`` or ``wire``.
         """
 
-        def make() -> AllReduce | OneShot:
+        def make() -> AllReduce | OneLaunch | OneShot:
             if algorithm not in (None, "one-shot", "two-shot"):
                 allowed = "'one-shot', 'two-shot', None"
                 raise ValueError(f"algorithm is {algorithm!r}; allowed: {allowed}")
@@ -223,6 +223,8 @@ class PreparedCalls:
             small = sum(part_of(x).nbytes for x in likes) <= ONE_SHOT_NBYTES
             few = small or self.world_size <= 2
             one_shot = few if algorithm is None else algorithm == "one-shot"
+            if one_shot and OneLaunch.fits(self, like, wire):
+                return OneLaunch(self, like, scale=scale)
             kind = OneShot if one_shot else AllReduce
             return kind(self, like, wire=wire, scale=scale)
 

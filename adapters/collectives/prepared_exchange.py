@@ -157,13 +157,34 @@ class Exchange:
             self._tells()
 
 
+class SummedExchange:
+    """What is an ``Exchange`` to a slot of a call that one launch makes.
+
+    Attributes:
+        messages: No messages.
+        buffers: None.
+        needs: None.
+        checks: None.
+    """
+
+    def __init__(self) -> None:
+        self.messages = Messages([], [], _nothing)
+        self.buffers: list[Any] = []
+        self.needs: list[Any] = []
+        self.checks: list[Any] = []
+
+    def sender(self, number: int) -> int:
+        """The rank that word `number` of a slot tells of."""
+        return number
+
+
 class Slot:
     """What one prepared collective has for its calls of one phase."""
 
     def __init__(self, phase: int) -> None:
         self.phase = phase
         #: Empty while it has no memory.
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[Any] = []
         #: By exchange and part, bytes of the largest dynamic part of a message.
         self.capacities: list[int] = []
         #: On a GPU what decoding found, what messages needed, who did not come.
@@ -268,6 +289,10 @@ def need_apart(outs: Sequence[Any], xs: Sequence[Any], own: Sequence[Any] = ()) 
                         "x lies in out, but not where its own values come; allowed: that, or other "
                         "memory"
                     )
+
+
+def _nothing() -> None:
+    """Nothing is exchanged."""
 
 
 def _word(words: Any, at: int) -> Any:

@@ -11,12 +11,14 @@ from ...formats.dtypes import BY_NAME, DType
 from . import tensors
 from .calls import Call
 from .prepared_exchange import (
+    INT64,
     Bounds,
     Exchanged,
     Given,
     Part,
     Shares,
     Slot,
+    SummedExchange,
     bounds_of,
     equal_bounds,
     lengths,
@@ -246,6 +248,73 @@ class OneShot(_Sums):
                     options: Any = {"dtype": self._dtypes[part], "scale": self._scale}
                     self._sum(slot, call, at, None, whole[slice(*b)], part=part, **options)
             call.raw_bytes += (self._ranks - 1) * sum(part.nbytes for part in self._parts)
+
+        return body
+
+
+class OneLaunch(_Sums):
+    """As ``OneShot``, out of peers' memory by one launch, which adds up what is still encoded.
+
+    Args:
+        calls: The calls that it is one of.
+        like: An array, as in ``PreparedCalls.all_reduce``.
+        scale: As there.
+    """
+
+    collective = "all_reduce"
+
+    def __init__(self, calls: PreparedCalls, like: Any, *, scale: float | None) -> None:
+        super().__init__(calls, like, ", one-shot, one launch", None, scale)
+        (part,) = self._parts
+        self._plan_of_all = self._plan(part.nelem, part.dtype, None)
+        self._sums = calls.route.sums(self._plan_of_all, self._like)
+        self._start()
+
+    @staticmethod
+    def fits(calls: PreparedCalls, like: Any, wire: Any) -> bool:
+        """Whether a sum of such arrays can be made so; the same on all ranks."""
+        if isinstance(like, (list, tuple)) or calls.route.by_network or not tensors.is_torch(like):
+            return False
+        part = part_of(like)
+        if not part.dtype.is_float or _wire_of(part, wire) != part.dtype:
+            return False
+        plan = calls.codec.plan((part.nelem,), part.dtype.name, checksum=calls.checksum)
+        return calls.route.sums(plan, like) is not None
+
+    def _exchanges(self) -> list[Exchanged]:
+        return []
+
+    def _prepared_exactly(self, calls: PreparedCalls) -> Any:
+        return OneShot(calls, self._alike(), wire=None, scale=self._scale)
+
+    @tensors.kept
+    def _lay_out(self, slot: Slot) -> None:
+        slot.exchanges = [SummedExchange()]
+        slot.needs_at = slot.late_at = self._ranks
+        slot.words = tensors.empty((self._ranks + 1,), INT64, self._like)
+        slot.words[...] = 0
+
+    def _collect(self, slot: Slot) -> None:
+        """The launch has written all words."""
+
+    def __call__(self, x: Any, out: Any) -> Work:
+        """Make the call; see ``OneShot``."""
+        return self._summed(x, out)
+
+    def _body(self, x: Any, out: Any) -> Body:
+        (part,) = self._parts
+        (x,), (out,) = (
+            self._flat(x, [part.nelem], "x"),
+            self._flat(out, [part.nelem], "out", written=True),
+        )
+        need_apart([out], [x], [out])
+
+        def body(slot: Slot, call: Call) -> None:
+            with call.stage("sum"):
+                self._sums.sum(x, out, slot.words, self._scale)
+            others, plan = self._ranks - 1, self._plan_of_all
+            call.raw_bytes += others * part.nbytes
+            call.wire_bytes += others * plan.chunks * plan.static_stride
 
         return body
 

@@ -294,11 +294,18 @@ class Prepared(Judged):
 
     def _ready(self) -> Slot:
         """The next slot, when nobody uses it any more, with memory for what has been learnt."""
-        if self._learns and tensors.is_cuda(self._like) and capturing():
+        on_gpu = tensors.is_cuda(self._like)
+        if self._learns and on_gpu and capturing():
             # A replay could not be made once more.
             raise ValueError(
                 f"{self.collective} over a network is captured in a CUDA graph, of messages by "
                 f"{self._calls.codec.name} that may not fit; allowed: peers, or a lossy codec"
+            )
+        earlier = self._slots[self._calls.phase].work
+        if on_gpu and earlier is not None and not earlier.judged and capturing():
+            raise ValueError(
+                f"{self.collective} is captured in a CUDA graph, and the work of an earlier call "
+                "has not been waited for; needed: work.wait() before"
             )
         with self._failing():
             return self._free_slot()

@@ -70,6 +70,10 @@ class PeerMemory(Protocol):
     def world_size(self) -> int:
         """Number of ranks."""
 
+    @property
+    def timeout(self) -> float:
+        """Seconds for which a rank waits for another."""
+
     def region(self, nbytes: int) -> Region:
         """Make memory. All ranks call it, with the same size and in the same order.
 
@@ -143,6 +147,11 @@ class ThreadMemory:
     def world_size(self) -> int:
         """See ``PeerMemory``."""
         return self._meeting.parties
+
+    @property
+    def timeout(self) -> float:
+        """See ``PeerMemory``."""
+        return self._timeout
 
     def region(self, nbytes: int) -> ThreadRegion:
         """See ``PeerMemory``."""

@@ -15,7 +15,8 @@ import torch.distributed._symmetric_memory as symm
 import triton
 import triton.language as tl
 
-from ...codecs.common.launch_triton import Variant, kernel, options
+from ...codecs.common.flags_triton import tell, wait_for
+from ...codecs.common.launch_triton import PTX, Variant, kernel, options
 from ..errors import described
 from .attempts import attempt
 from .peer import PeerMemoryError
@@ -23,14 +24,6 @@ from .peer import PeerMemoryError
 #: Bytes at the end of a rank's memory for its flags, one int64 for each rank.
 _FLAGS_NBYTES = 1024
 _MOST_RANKS = _FLAGS_NBYTES // 8
-
-
-@triton.jit
-def _now():
-    """Nanoseconds of the device's clock."""
-    return tl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-    )
 
 
 @kernel
@@ -43,12 +36,13 @@ def barrier_kernel(
     limit_ns: tl.int64,
     RANKS: tl.constexpr,
     SIZE: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Tell all ranks that this one is here, and wait for them, for `limit_ns` at most.
 
     `flags_ptr` has this rank's flags, int64, one that each rank writes; `peers_ptr` has the
-    addresses of all ranks' flags. `count_ptr` has the number of barriers so far, `late_ptr` 1 + a
-    rank that has not come: then later barriers do not wait, also those of other memory.
+    addresses of all ranks' flags. `count_ptr` has the number of barriers so far; see `wait_for`
+    for `late_ptr`, which is that of other memory, too.
     """
     flags_ptr = flags_ptr.to(tl.pointer_type(tl.int64))
     peers_ptr = peers_ptr.to(tl.pointer_type(tl.int64))
@@ -59,22 +53,9 @@ def barrier_kernel(
     i = tl.arange(0, SIZE)
     used = i < RANKS
     peers = tl.load(peers_ptr + i, used, 0) + rank * 8
-    here = tl.zeros([SIZE], tl.int64) + number
-    places = peers.to(tl.pointer_type(tl.int64), bitcast=True)
-    tl.atomic_xchg(places, here, mask=used, sem="release", scope="sys")
-    zero = tl.zeros([SIZE], tl.int64)
-    seen = tl.atomic_add(flags_ptr + i, zero, mask=used, sem="acquire", scope="sys")
-    missing = tl.max((used & (seen < number)).to(tl.int32), 0)
-    # The host knows of a rank that was late: nobody waits for it once more.
-    known = tl.load(late_ptr)
-    until = _now() + tl.where(known > 0, 0, limit_ns)
-    while (missing > 0) & (_now() < until):
-        seen = tl.atomic_add(flags_ptr + i, zero, mask=used, sem="acquire", scope="sys")
-        missing = tl.max((used & (seen < number)).to(tl.int32), 0)
-    if missing > 0:
-        late = tl.max(tl.where(used & (seen < number), i + 1, 0), 0)
-        # The first one is named: later it may have kept others from coming.
-        tl.store(late_ptr, tl.where(known > 0, known, late.to(tl.int64)))
+    theirs = peers.to(tl.pointer_type(tl.int64), bitcast=True)
+    tell(theirs, used, number)
+    wait_for(flags_ptr + i, used, number, late_ptr, limit_ns, 0, PTX)
 
 
 class SymmetricRegion:
@@ -105,7 +86,7 @@ class SymmetricRegion:
         #: Barriers so far.
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         self._late = late
-        values = {"RANKS": len(ranks), "SIZE": triton.next_power_of_2(len(ranks))}
+        values = {"RANKS": len(ranks), "SIZE": triton.next_power_of_2(len(ranks)), "PTX": PTX}
         barrier = Variant(barrier_kernel, options(1), **values)
         tensors = self._flags, self._peers, self._count, self._late
         numbers = self._rank, round(timeout * 1e9)
@@ -167,6 +148,11 @@ class SymmetricMemory:
     def world_size(self) -> int:
         """See ``PeerMemory``."""
         return int(self._group.size())
+
+    @property
+    def timeout(self) -> float:
+        """See ``PeerMemory``."""
+        return self._timeout
 
     def region(self, nbytes: int) -> SymmetricRegion:
         """See ``PeerMemory``."""

@@ -243,7 +243,7 @@ class Driver(NamedTuple):
         found = kept.get(kind)
         if found is None:
             tiling = self.tilings[0 if source is None else 2]
-            launch = self._launch(
+            launch = self.launch(
                 tiling,
                 plan.dtype,
                 out.device,
@@ -254,7 +254,7 @@ class Driver(NamedTuple):
                 random=random,
                 sums=plan.checksum,
             )
-            tiles = self._tiles(tiling, self.extent(plan))
+            tiles = self.tiles(tiling, self.extent(plan))
             found = kept[kind] = _Known(
                 _encode_variant(self, form, tiling, launch),
                 tiles * plan.chunks,
@@ -287,12 +287,12 @@ class Driver(NamedTuple):
         kind = (id(self), dtype, x.get_device(), x.element_size(), aligned, plan is not None)
         driver, variant = _measuring.get(kind, (None, None))
         if driver is not self:
-            launch = self._launch(
+            launch = self.launch(
                 tiling, dtype, x.device, x_item=kind[3], aligned=aligned, add=kind[5]
             )
             variant = _encode_variant(self, None, tiling, launch)
             _measuring[kind] = self, variant
-        tiles = self._tiles(tiling, chunk_nelem)
+        tiles = self.tiles(tiling, chunk_nelem)
         variant.launch(
             tiles * chunks,
             (x, x, x, source, x, x, x, stats),
@@ -374,7 +374,7 @@ class Driver(NamedTuple):
         found = kept.get(kind)
         if found is None:
             tiling = self.adding if add and self.adding else self.tilings[1]
-            launch = self._launch(
+            launch = self.launch(
                 tiling,
                 plan.dtype,
                 src.device,
@@ -383,7 +383,7 @@ class Driver(NamedTuple):
                 sums=sums,
                 store=store,
             )
-            tiles = self._tiles(tiling, self.extent(plan))
+            tiles = self.tiles(tiling, self.extent(plan))
             found = kept[kind] = _Known(
                 _decode_variant(self, tiling, launch),
                 self._tiles_of(plan, tiling, 0, plan.nelem)[1] + 1,
@@ -431,7 +431,7 @@ class Driver(NamedTuple):
             stats = self.prepare(plan, reads, encoded, stats=stats, key=key)
         tiling = self.summing or self.adding or self.tilings[2]
         aligned = (x is None or aligned_for(plan, x)) and (encoded or aligned_for(plan, out))
-        launch = self._launch(
+        launch = self.launch(
             tiling,
             plan.dtype,
             out.device,
@@ -445,7 +445,7 @@ class Driver(NamedTuple):
             summed=True,
             loaded=self.load is not None,
         )
-        tiles = self._tiles(tiling, self.extent(plan))
+        tiles = self.tiles(tiling, self.extent(plan))
         _sum_variant(self, tiling, launch).launch(
             tiles * plan.chunks,
             (
@@ -531,7 +531,7 @@ class Driver(NamedTuple):
         options["extent"] = self.extent_of(plans[0])
         batch = batch_of(self._tile_nelem(1), plans, srcs, outs, **options)
         if batch.programs:
-            launch = self._launch(
+            launch = self.launch(
                 tiling,
                 plans[0].dtype,
                 outs[0].device,
@@ -558,7 +558,7 @@ class Driver(NamedTuple):
 
     def _launch_many(self, dtype: DType, x: torch.Tensor, **values) -> Launch:
         values = {"aligned": True} | values
-        return self._launch(self.tilings[0], dtype, x.device, x_item=x.element_size(), **values)
+        return self.launch(self.tilings[0], dtype, x.device, x_item=x.element_size(), **values)
 
     def _tile_nelem(self, which: int) -> int:
         return self.tilings[which].rows * self.form.run
@@ -574,14 +574,15 @@ class Driver(NamedTuple):
     def _tiles_of(self, plan: Plan, tiling: Tiling, start: int, stop: int) -> tuple[int, int]:
         """The first and the last tile that elements lie in, numbered over all chunks."""
         size, extent = plan.chunk_nelem, self.extent(plan)
-        tiles = self._tiles(tiling, extent)
+        tiles = self.tiles(tiling, extent)
         if extent != size:
             return start // size * tiles, ((stop - 1) // size + 1) * tiles - 1
         nelem = tiling.rows * self.form.run
         first, last = (i // size * tiles + i % size // nelem for i in (start, stop - 1))
         return first, last
 
-    def _launch(self, tiling: Tiling, dtype: DType, device: torch.device, **values) -> Launch:
+    def launch(self, tiling: Tiling, dtype: DType, device: torch.device, **values) -> Launch:
+        """What kernels of a tiling know of a call; `values` are the call's own."""
         return Launch(
             tiling.rows,
             self.form.run,
@@ -596,7 +597,8 @@ class Driver(NamedTuple):
             **values,
         )
 
-    def _tiles(self, tiling: Tiling, nelem: int) -> int:
+    def tiles(self, tiling: Tiling, nelem: int) -> int:
+        """Tiles of a chunk of so many elements, at least 1."""
         return max(1, -(-nelem // (tiling.rows * self.form.run)))
 
 

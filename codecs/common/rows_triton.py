@@ -468,7 +468,7 @@ class Rows:
         if known is None:
             tiling = self._tiled(driver.tilings[0])
             values = {"x_item": self.plan.dtype.itemsize, "aligned": self._aligned and kind[3]}
-            launch = driver._launch(tiling, self.plan.dtype, self._device, **values)
+            launch = driver.launch(tiling, self.plan.dtype, self._device, **values)
             own = {"PACK": driver.pack, "LIMITED": limit is not None}
             variant = _variant(put_rows_kernel, driver, tiling, launch, **own)
             known = self._variants[kind] = variant, self._tiles(tiling)
@@ -491,7 +491,7 @@ class Rows:
                 # Where a row is takes some more.
                 tiling = tiling._replace(registers=tiling.registers + 8)
             values = {"x_item": 0, "aligned": self._aligned}
-            launch = self._driver._launch(tiling, self.plan.dtype, self._device, **values)
+            launch = self._driver.launch(tiling, self.plan.dtype, self._device, **values)
             own = {"TILE": self._driver.tile, "CLEAR": clear}
             variant = _variant(take_rows_kernel, self._driver, tiling, launch, **own)
             known = self._variants["take", clear] = variant, self._tiles(tiling)
@@ -525,7 +525,7 @@ class Rows:
         known = self._variants.get(kind)
         if known is None:
             tiling, item = self._tiled(self._summing), self.plan.dtype.itemsize
-            launch = self._driver._launch(
+            launch = self._driver.launch(
                 tiling,
                 self.plan.dtype,
                 self._device,

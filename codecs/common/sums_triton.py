@@ -37,7 +37,7 @@ from .tiles_triton import (
 
 
 @triton.jit
-def _plus(v, y, F: tl.constexpr, L: tl.constexpr):
+def plus(v, y, F: tl.constexpr, L: tl.constexpr):
     """Columns of values, and of decoded ones, added up."""
     COUNT: tl.constexpr = L.columns
     total = ()
@@ -66,7 +66,7 @@ def _plus_local(v, x_ptr, t, plain, F: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
-def _source_at(
+def source_at(
     number,
     src_ptr,
     t,
@@ -125,7 +125,7 @@ def _tell_all(found, sources_ptr, first, t, F: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
-def _unpack_all(
+def unpack_all(
     own,
     first,
     t,
@@ -135,7 +135,7 @@ def _unpack_all(
     SIZE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """What UNPACK gives of tile `t` of SIZE buffers from number `first` on; see `_source_at`."""
+    """What UNPACK gives of tile `t` of SIZE buffers from number `first` on; see `source_at`."""
     found = ()
     for i in tl.static_range(SIZE):
         static_ptr, scale, work, loaded = own[i]
@@ -179,7 +179,7 @@ def _add_group(
     fast = True
     for i in tl.static_range(SIZE):
         # fmt: off
-        one, usual = _source_at(
+        one, usual = source_at(
             first + i, places[i], t, static_at, stride, stats_ptr, chunks, chunk_nelem, F, L, LOAD,
             SCALE, MASKED,
         )
@@ -190,13 +190,13 @@ def _add_group(
         # Else the compiler puts loads off, one behind another's values.
         tl.debug_barrier()
     if MASKED:
-        found = _unpack_all(own, first, t, F, L, UNPACK, SIZE, True)
+        found = unpack_all(own, first, t, F, L, UNPACK, SIZE, True)
     elif fast:
-        found = _unpack_all(own, first, t, F, L, UNPACK, SIZE, False)
+        found = unpack_all(own, first, t, F, L, UNPACK, SIZE, False)
     else:
-        found = _unpack_all(own, first, t, F, L, UNPACK, SIZE, True)
+        found = unpack_all(own, first, t, F, L, UNPACK, SIZE, True)
     for i in tl.static_range(SIZE):
-        v = _plus(v, found[i][0], F, L)
+        v = plus(v, found[i][0], F, L)
     _tell_all(found, sources_ptr, first, t, F, L)
     return v
 
@@ -239,7 +239,7 @@ def _add_groups(
 
 
 @triton.jit
-def _finish_tile(
+def finish_tile(
     v,
     out_ptr,
     t,
@@ -370,11 +370,11 @@ def sum_kernel(
             )
     draw = draw_of(key_ptr, seed, step, rank, L)
     if L.once:
-        terms = _finish_tile(v, out_ptr, t, s, plain, factor, draw, stats_ptr, F, L, PACK, True)
+        terms = finish_tile(v, out_ptr, t, s, plain, factor, draw, stats_ptr, F, L, PACK, True)
     elif plain:
-        terms = _finish_tile(v, out_ptr, t, s, plain, factor, draw, stats_ptr, F, L, PACK, False)
+        terms = finish_tile(v, out_ptr, t, s, plain, factor, draw, stats_ptr, F, L, PACK, False)
     else:
-        terms = _finish_tile(v, out_ptr, t, s, plain, factor, draw, stats_ptr, F, L, PACK, True)
+        terms = finish_tile(v, out_ptr, t, s, plain, factor, draw, stats_ptr, F, L, PACK, True)
     # fmt: on
     if L.sums and (L.out_item == 0):
         add_terms(record_ptr + chunk * 32, terms)

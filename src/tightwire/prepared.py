@@ -32,7 +32,7 @@ from .codecs.common.sums import FLOAT32
 from .engine import Parsed, parse_as
 from .formats.dtypes import BY_NAME, DType
 from .formats.errors import FormatError
-from .planning import backend_module
+from .planning import backend_module, device_module
 from .single_calls import is_aligned, is_quick, read_quick, write_quick
 
 _UINT8 = BY_NAME["uint8"]
@@ -201,6 +201,28 @@ def has_kernels(plan: Plan, like: Any) -> bool:
     """
     gpu = _gpu_for(None, like)
     return gpu is None or bool(gpu.has_kernels(plan))
+
+
+def sum_exchange(plan: Plan, like: Any, ranks: int, rank: int) -> Any:
+    """What sums up tensors of a plan over GPUs that read one another's memory, in one launch.
+
+    Args:
+        plan: The plan.
+        like: A tensor of PyTorch's on this rank's GPU.
+        ranks: Number of ranks.
+        rank: Number of this one.
+
+    Returns:
+        A ``codecs.common.exchange_triton.Exchange``; None where the codec has no such kernel.
+    """
+    module = device_module(plan.codec.name) if has_kernels(plan, like) else None
+    driver = getattr(module, "driver_of", None)
+    if driver is None:
+        return None
+    from .codecs.common.exchange_triton import Exchange, takes
+
+    found = driver(plan)
+    return Exchange(found, plan, like.device, ranks, rank) if takes(found, plan) else None
 
 
 def encode_planned(
