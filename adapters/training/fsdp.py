@@ -96,6 +96,8 @@ class _Hook(Closing):
         self._alone = Communicator(connect(1)[0], **options)
         self._options = options
         self._levels = node, within
+        #: Process groups whose ranks are in other nodes each.
+        self._between: set[Any] = set()
         self._channels: dict[Any, Channel] = {}
         self._closed = False
         #: Of modules that are left to FSDP itself.
@@ -141,7 +143,8 @@ class _Hook(Closing):
                 raise CollectiveError(group.rank(), kind, 0, "start", "the hook is closed")
             place = group, tensor.device, f"FSDP: {kind}, route 'exact'"
             options = {"name": f"FSDP: {kind}"} | self._options
-            made = node_communicator(*place, *self._levels, **options)
+            levels = (None, None) if group in self._between else self._levels
+            made = node_communicator(*place, *levels, **options)
             channel = self._channels[group] = Channel(made)
         comm = channel.comm
         return channel.run(tensor, lambda: call(comm), collectives)
@@ -690,7 +693,7 @@ def compress(
             reduce = scatters.with_feedback(error_feedback, name)
         away = scatters.away
         _install(away, m, "reduce_scatter", reduce, leaves and reduce is scatters)
-        group = None if node is None else _take_replicas(m, away)
+        group = None if node is None else take_replicas(m, away)
         if group is not None:
             mean: Any = scatters.mean_over(group)
             if error_feedback is not None:
@@ -711,10 +714,15 @@ def _install(away: AwayHooks, module: Any, kind: Kind, hook: Any, leaves: bool) 
 _TAKEN = ("mesh_info", "post_forward_mesh_info", "_all_reduce_hook")
 
 
-def _take_replicas(module: Any, away: AwayHooks) -> Any:
-    """The process group of the replicas of an FSDP module, which FSDP sums over no longer.
+def take_replicas(module: Any, away: AwayHooks) -> Any:
+    """Have FSDP leave the sums over replicas of a module to its hook, until hooks are taken off.
 
-    None if there are none. FSDP does so again when `away` takes its hooks off.
+    Args:
+        module: The FSDP module.
+        away: What takes its hooks off.
+
+    Returns:
+        The process group of the replicas; None if there are none.
     """
     # Nothing public has FSDP leave its sums over replicas to a hook.
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo

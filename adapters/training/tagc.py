@@ -46,7 +46,7 @@ from ..collectives import tensors
 from ..collectives.calls import TraceRecord
 from ..collectives.communicator import Communicator
 from ..collectives.nodes import AnyCommunicator, NodeCommunicator
-from .fsdp import AllGather, CommHook, fsdp_modules
+from .fsdp import AllGather, CommHook, fsdp_modules, take_replicas
 from .hooks import (
     NOT_CONNECTED,
     Channel,
@@ -159,9 +159,14 @@ class _Sums:
     def _counted(self) -> list[Any]:
         return [self.sketches, self.comm, *([] if self._nodes is None else [self._peers])]
 
+    @property
+    def in_one_node(self) -> bool:
+        """Whether there are nodes, and all ranks are in one."""
+        return self._nodes is not None and self._nodes.between.world_size == 1
+
     def obstacle(self, nelem: int, dtype: torch.dtype) -> str:
         """Why a layer with so many elements for each rank does not go by sketch, or ""."""
-        if self._nodes is not None and self._nodes.between.world_size == 1:
+        if self.in_one_node:
             return "there is one node"
         return self.sketches.obstacle(nelem, dtype)
 
@@ -174,6 +179,39 @@ class _Sums:
         if not everywhere:
             return found
         return [nodes.spread_in_node(x.view(-1)).view(nodes.world_size, -1) for x in found]
+
+    def average(self, x: Any, parts: Sequence[tuple[str, bool, int]], missing: str = "") -> None:
+        """Overwrite the flat gradients `x` with their mean over the ranks; layers go by sketch.
+
+        `parts` are those of `x`: names, whether they are layers to sketch, and sizes. With
+        `missing`, a reason, `x` has others, and none goes by sketch.
+        """
+        ranks, state = self.comm.world_size, self.sketches.state
+        layers, places, others, at = [], [], [], 0
+        for name, chosen, n in parts:
+            part = x[at : at + n]
+            at += n
+            if chosen:
+                share = -(-n // ranks)
+                obstacle = missing or self.obstacle(share, x.dtype)
+                if not obstacle:
+                    padded = torch.nn.functional.pad(part, (0, share * ranks - n))
+                    layers.append((name, padded.view(ranks, share)))
+                    places.append(part)
+                    continue
+                _skip(state, name, n, obstacle)
+            others.append(part)
+        if missing:
+            others = [x]
+        self.sketches.agree([name for name, _, _ in parts], [name for name, _ in layers])
+        sums = self.by_sketch(layers, everywhere=True)
+        for part, total in zip(places, sums, strict=True):
+            part.copy_(total.div_(ranks).view(-1)[: part.numel()])
+        if others:
+            rest = torch.cat(others)
+            average(self.comm, rest)
+            for part, mean in zip(others, rest.split([o.numel() for o in others]), strict=True):
+                part.copy_(mean)
 
 
 def _node_sum(nodes: NodeCommunicator, x: Any) -> Any:
@@ -263,10 +301,41 @@ class ReduceScatter(CommHook):
         """
         return _Unit(self, parameters)
 
+    def mean(self, parameters: Callable[[], list[Parameter]], group: Any) -> Any:
+        """The object for ``set_all_reduce_hook`` of one FSDP module.
+
+        Args:
+            parameters: As of ``unit``.
+            group: The process group of the replicas, which are in other nodes each.
+        """
+        self._between.add(group)
+        return _Mean(self, parameters, group)
+
+    def _sums_of(self, comm: AnyCommunicator, in_backward: bool) -> _Sums:
+        sums = self._sums.get(comm)
+        if sums is None:
+            sums = self._sums[comm] = _Sums(comm, self._tagc, self._state)
+        sums.sketches.defers = in_backward
+        return sums
+
+    def _average(self, parameters: Sequence[Parameter], missing: str, x: Any, group: Any) -> None:
+        """Overwrite a unit's sharded gradients with their mean over replicas."""
+        in_backward = self._end.ask()
+        # A reduce-scatter between nodes has sums of the same layers.
+        parts = [
+            (f"{name}, replicas", self._tagc.layers(name, shape), n)
+            for name, shape, n in parameters
+        ]
+
+        def call(comm: AnyCommunicator) -> None:
+            self._sums_of(comm, in_backward).average(x, parts, missing)
+
+        self._run(group, x, call, collectives=0).wait()
+
     def _reduce(
         self,
         parameters: Sequence[Parameter],
-        changed: bool,
+        missing: str,
         output_tensor: Any,
         input_tensor: Any,
         group: Any,
@@ -277,11 +346,8 @@ class ReduceScatter(CommHook):
         in_backward = self._end.ask()
 
         def call(comm: AnyCommunicator) -> None:
-            sums = self._sums.get(comm)
-            if sums is None:
-                sums = self._sums[comm] = _Sums(comm, self._tagc, self._state)
-            sums.sketches.defers = in_backward
-            total = self._total(sums, parameters, changed, output_tensor, input_tensor)
+            sums = self._sums_of(comm, in_backward)
+            total = self._total(sums, parameters, missing, output_tensor, input_tensor)
             if kind == dist.ReduceOp.AVG:
                 tensors.change(lambda v: v.div_(comm.world_size), total)
             elif kind == dist.ReduceOp.PREMUL_SUM:
@@ -294,26 +360,18 @@ class ReduceScatter(CommHook):
         self,
         sums: _Sums,
         parameters: Sequence[Parameter],
-        changed: bool,
+        missing: str,
         output_tensor: Any,
         input_tensor: Any,
     ) -> Any:
-        """This rank's share of the sum of a unit's gradients, whose columns are parameters.
-
-        FSDP passes those that have a gradient, and does not say which. They are among those that
-        require one now, unless that has changed since gradients began to accumulate: these are
-        all if the sizes add up.
-        """
+        """This rank's share of the sum of a unit's gradients, whose columns are parameters."""
         total = wide(output_tensor.numel(), output_tensor)
         rows = input_tensor.view(sums.comm.world_size, -1)
-        missing = ""
-        if changed:
-            missing = "other parameters of its FSDP module require gradients than before"
-        elif sum(n for _, _, n in parameters) != rows.shape[1]:
-            missing = "parameters of its FSDP module have no gradient"
+        # Of replicas only the mean is between nodes.
+        whole = bool(self._between) and sums.in_one_node
         layers, places, others, at = [], [], [], 0
         for name, shape, n in parameters:
-            if self._tagc.layers(name, shape):
+            if not whole and self._tagc.layers(name, shape):
                 obstacle = missing or sums.obstacle(n, rows.dtype)
                 if not obstacle:
                     layers.append((name, rows[:, at : at + n].contiguous()))
@@ -337,12 +395,32 @@ class ReduceScatter(CommHook):
         return total
 
 
-class _Unit:
-    """The reduce-scatter of one FSDP module."""
+class _Columns:
+    """The parameters of one FSDP module that require gradients, as far as they can be told.
+
+    FSDP passes gradients of those that have one, and does not say which. They are among those that
+    require one now, unless that has changed since gradients began to accumulate: these are all if
+    the sizes add up.
+    """
 
     def __init__(self, inner: ReduceScatter, parameters: Callable[[], list[Parameter]]) -> None:
         self._inner, self._parameters = inner, parameters
         self._before = parameters()
+
+    def _now(self, nelem: int) -> tuple[list[Parameter], str]:
+        """The parameters of so many elements, and why some might be others, or ""."""
+        now, before = self._parameters(), self._before
+        self._before = now
+        missing = ""
+        if [p.name for p in now] != [p.name for p in before]:
+            missing = "other parameters of its FSDP module require gradients than before"
+        elif sum(p.nelem for p in now) != nelem:
+            missing = "parameters of its FSDP module have no gradient"
+        return now, missing
+
+
+class _Unit(_Columns):
+    """The reduce-scatter of one FSDP module."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -352,11 +430,21 @@ class _Unit:
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        now, before = self._parameters(), self._before
-        self._before = now
-        changed = [p.name for p in now] != [p.name for p in before]
         tensors = output_tensor, input_tensor
-        return self._inner._reduce(now, changed, *tensors, group, op, async_op)
+        return self._inner._reduce(*self._now(output_tensor.numel()), *tensors, group, op, async_op)
+
+
+class _Mean(_Columns):
+    """The mean over replicas of the shards of one FSDP module."""
+
+    def __init__(
+        self, inner: ReduceScatter, parameters: Callable[[], list[Parameter]], group: Any
+    ) -> None:
+        super().__init__(inner, parameters)
+        self._group = group
+
+    def __call__(self, reduce_output: Any) -> None:
+        self._inner._average(*self._now(reduce_output.numel()), reduce_output, self._group)
 
 
 class Hooks(NamedTuple):
@@ -422,7 +510,10 @@ def compress(
         tagc: The settings, equal on all ranks; None: ``Tagc()``.
         state: State of this rank of an earlier run. None: a new one.
         node: Ranks of a node, whose numbers are consecutive, as in ``fsdp.compress``: gradients of
-            a node are summed as they are, and index and sketch of the sums go between nodes.
+            a node are summed as they are, and index and sketch of the sums go between nodes. On a
+            two-dimensional mesh (HSDP) the mean over replicas goes by sketch, which are in other
+            nodes each; reports name its layers with ``", replicas"`` behind. As in
+            ``fsdp.compress`` it is made at every reduction.
         route: How parameters travel, as in ``fsdp.compress``: with another route than ``"exact"``
             by prepared calls, so that the host does not wait for their sizes. Gradients travel as
             before. Options are ``codec``, ``checksum``, ``seed``, ``trace``, ``keep_nbytes``,
@@ -454,8 +545,11 @@ def compress(
     for _, m in modules:
         gather = hooks.all_gather if gathers is None else gathers.of(m)
         hooks.all_gather.away.install(Communication(m, "all_gather"), gather)
-        scatter = hooks.reduce_scatter.unit(_parameters(m, names))
-        scatters.away.install(Communication(m, "reduce_scatter"), scatter)
+        parameters = _parameters(m, names)
+        scatters.away.install(Communication(m, "reduce_scatter"), scatters.unit(parameters))
+        group = None if node is None else take_replicas(m, scatters.away)
+        if group is not None and group.size() > 1:
+            m.set_all_reduce_hook(scatters.mean(parameters, group))
     return hooks
 
 
@@ -564,34 +658,15 @@ class DdpHook(Closing):
             raise_at_the_end(self, error)
 
     def _average(self, bucket: Any) -> None:
-        x, comm = bucket.buffer(), self._sums.comm
+        x = bucket.buffer()
         self._sums.sketches.defers = self._end.ask()
         if x.layout != torch.strided or not x.dtype.is_floating_point:
             raise TypeError(f"x is {x.dtype}, {x.layout}; allowed: dense floating-point tensors")
-        ranks, layers, places, others, at = comm.world_size, [], [], [], 0
+        parts = []
         for p in bucket.parameters():
-            name, part = self._names[p], x[at : at + p.numel()]
-            at += p.numel()
-            if self._tagc.layers(name, p.shape):
-                share = -(-p.numel() // ranks)
-                obstacle = self._sums.obstacle(share, x.dtype)
-                if not obstacle:
-                    padded = torch.nn.functional.pad(part, (0, share * ranks - part.numel()))
-                    layers.append((name, padded.view(ranks, share)))
-                    places.append(part)
-                    continue
-                _skip(self.state, name, p.numel(), obstacle)
-            others.append(part)
-        names = [self._names[p] for p in bucket.parameters()]
-        self._sums.sketches.agree(names, [name for name, _ in layers])
-        sums = self._sums.by_sketch(layers, everywhere=True)
-        for part, total in zip(places, sums, strict=True):
-            part.copy_(total.div_(ranks).view(-1)[: part.numel()])
-        if others:
-            rest = torch.cat(others)
-            average(comm, rest)
-            for part, mean in zip(others, rest.split([o.numel() for o in others]), strict=True):
-                part.copy_(mean)
+            name = self._names[p]
+            parts.append((name, self._tagc.layers(name, p.shape), p.numel()))
+        self._sums.average(x, parts)
 
 
 def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

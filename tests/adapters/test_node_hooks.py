@@ -141,18 +141,51 @@ def run_fsdp(device: Any) -> dict[str, Any]:
         hooks: Any = tw.fsdp.compress(model, node=SIZE, **options)
         found[name] = outcome(model, plain, list(hooks), trained(model))
         hooks.close()
-    model = sharded(whole)
-    hooks = tw.tagc.compress(model, tw.tagc.Tagc(ratio=4), node=SIZE, codec="raw")
-    losses = trained(model)
-    found["tagc"] = outcome(model, plain, list(hooks[:2]), losses)
-    found["tagc"]["layers"] = sorted({report.name for report in hooks.state.reports})
-    hooks.close()
+    for name, (mesh, node) in SKETCHED.items():
+        model = sharded(grid if mesh == "grid" else whole)
+        hooks = tw.tagc.compress(model, tw.tagc.Tagc(ratio=4), node=node, codec="raw")
+        losses = trained(model)
+        found[name] = outcome(model, plain, list(hooks[:2]), losses)
+        found[name]["layers"] = sorted({report.name for report in hooks.state.reports})
+        hooks.close()
+    found["replicas"] = run_replicas(sharded(grid))
     with pytest.raises(ValueError, match=r"node is 3; rank . is in a group of 4 ranks, FSDP: AllG"):
         model = sharded(whole)
         tw.fsdp.compress(model, node=3)
         trained(model)
     return found
 
+
+def run_replicas(model: Any) -> dict[str, Any]:
+    """Mean gradients by sketch, and what ranks keep of them, are together those of FSDP."""
+    import torch
+    import torch.distributed as dist
+
+    data = torch.Generator().manual_seed(100 + dist.get_rank())
+    x = torch.randn(16, 128, generator=data)
+
+    def gradients() -> Any:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return model[0].weight.grad.to_local().clone()
+
+    true = gradients()
+    hooks = tw.tagc.compress(model, tw.tagc.Tagc(ratio=4), node=SIZE, codec="raw")
+    total = sum(gradients() for _ in range(3))
+    kept = hooks.state.residuals.residual("0.weight, replicas")[: true.numel()].clone()
+    dist.all_reduce(kept, group=dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0])
+    hooks.remove()
+    calls = len(hooks.reduce_scatter.trace())
+    return {
+        "off": (total + kept.view_as(true) / NODES - 3 * true).abs().max().item(),
+        "kept": kept.abs().max().item(),
+        "removed": torch.equal(gradients(), true) and len(hooks.reduce_scatter.trace()) == calls,
+        "reasons": sorted({report.reason for report in hooks.state.reports}),
+    }
+
+
+#: Meshes and nodes of sums by sketch: shards over nodes, replicas over nodes, and both.
+SKETCHED = {"tagc": ("whole", SIZE), "hsdp tagc": ("grid", SIZE), "both tagc": ("grid", 1)}
 
 #: Codecs of tensor parallelism, along which dimension sequences are cut, and of sums in a node.
 LAYERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -280,12 +313,24 @@ def check_fsdp(found: list[Any]) -> None:
                 # In each forward, and in backward once more.
                 assert 1 < gathers[0] / whole < 2.1
                 assert gathers[0] < gathers[1] < 1.1 * gathers[0]
-    sketched, nodes = check_alike(found, "tagc")
-    assert sketched["layers"] == ["0.weight"]
-    assert sketched["losses"][-1] < sketched["losses"][0]
-    for _, (raw, wire) in nodes:
-        assert 0.5 * whole <= raw <= 0.55 * whole
-        assert 0.3 * raw < wire < 0.5 * raw
+    layers = ["0.weight", "0.weight, replicas"]
+    # Of a rank that is a node, two have the numbers of one.
+    for name, reported, share in (
+        ("tagc", layers[:1], 0.5),
+        ("hsdp tagc", layers[1:], 1.0),
+        ("both tagc", layers, 2.0),
+    ):
+        sketched, nodes = check_alike(found, name)
+        assert sketched["layers"] == reported
+        assert sketched["losses"][-1] < sketched["losses"][0]
+        for _, (raw, wire) in nodes:
+            assert share <= raw / whole <= 1.1 * share, name
+            assert 0.3 * raw < wire < 0.5 * raw, name
+    for rank in found:
+        replicas = rank["replicas"]
+        assert replicas["kept"] > 1e-5 > replicas["off"]
+        assert replicas["removed"]
+        assert replicas["reasons"] == [""]
 
 
 def check_tensor_parallel(found: list[Any]) -> None:
