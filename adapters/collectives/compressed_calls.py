@@ -9,7 +9,7 @@ import concurrent.futures
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,14 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 
 from ..errors import CollectiveError
 from ..transports.base import Transport
-from ..transports.torch_dist import disagreement
+from ..transports.torch_dist import TorchDist, disagreement
 from .calls import TraceRecord
 from .communicator import Communicator
 from .group_calls import GroupCall
 from .policy import Policy
 from .side_stream import SideStream
+
+_T = TypeVar("_T")
 
 
 def compare_policies(policy: Policy, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -42,9 +44,53 @@ def compare_policies(policy: Policy, store: Any, rank: int, size: int, timeout: 
         CollectiveError: On all ranks, if policies differ or a rank does not come in time.
     """
     store = dist.PrefixStore("policy", store)
-    problem = disagreement(store, rank, size, repr(policy.rules), timeout)
+    _agree(store, rank, size, repr(policy.rules), timeout)
+
+
+def connect(
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: float,
+    device: torch.device,
+    number: int,
+    group: str,
+) -> TorchDist:
+    """Connect the ranks of a group for one rule; each calls it when it is to make a call of it.
+
+    Args:
+        store: As in ``compare_policies``. It may be used meanwhile.
+        rank: As there.
+        size: As there.
+        timeout: Seconds, for connecting and for every call.
+        device: Device of the tensors.
+        number: Number of the rule.
+        group: How errors call the group.
+
+    Returns:
+        The transport.
+
+    Raises:
+        CollectiveError: If a rank does not call it within the timeout.
+    """
+    # Who waits in a store holds up all others that use it. Versions before 2.8 have no clone().
+    own = store.clone() if hasattr(store, "clone") else store
+    own = dist.PrefixStore(f"rule {number}, {device.type}", own)
+    what = f"{group}, rule {number}"
+    _agree(dist.PrefixStore("agree", own), rank, size, "", timedelta(seconds=timeout), what)
+    try:
+        return TorchDist.by_store(own, rank, size, timeout=timeout, device=device)
+    except (RuntimeError, OSError) as error:
+        raise CollectiveError(rank, "new_group", 0, "connect", f"{what}: {error}") from error
+
+
+def _agree(
+    store: Any, rank: int, size: int, facts: str, timeout: timedelta, what: str = "policy"
+) -> None:
+    """Raise on all ranks if they differ in `facts` of `what`, or one does not come."""
+    problem = disagreement(store, rank, size, facts, timeout)
     if problem:
-        raise CollectiveError(rank, "new_group", 0, "agree", problem)
+        raise CollectiveError(rank, "new_group", 0, "agree", f"{what}: {problem}")
 
 
 class CompressedCalls:
@@ -58,7 +104,7 @@ class CompressedCalls:
         #: Which calls are compressed.
         self.policy = policy
         self._channels: dict[tuple[int, torch.device], _Channel] = {}
-        self._connecting = threading.Lock()
+        self._making = threading.Lock()
 
     @property
     def raw_bytes(self) -> int:
@@ -72,7 +118,7 @@ class CompressedCalls:
 
     def trace(self) -> list[TraceRecord]:
         """Records of the last calls, by rule and device, oldest first."""
-        return [record for channel in self._channels.values() for record in channel.comm.trace()]
+        return [record for channel in self._channels.values() for record in channel.trace()]
 
     def begin(
         self, call: GroupCall, group: str, connect: Callable[[torch.device, int], Transport]
@@ -82,29 +128,32 @@ class CompressedCalls:
         Args:
             call: The call.
             group: Description of the group.
-            connect: Makes a transport of the group's ranks on a device, for the rule of a number.
-                All ranks make their first call of a rule together.
+            connect: Makes a transport of the group's ranks on a device, for the rule of a number;
+                called by what makes the first call of the rule, on the CPU a thread.
 
         Returns:
             The work of the call; None if it is not to be compressed.
 
         Raises:
-            CollectiveError: If ranks cannot be connected.
+            CollectiveError: On a GPU, as the work does on the CPU.
         """
         number = self.policy.number(call.op, call.dtype, call.nbytes, group)
         if number is None:
             return None
         rule = self.policy.rules[number]
-        with self._connecting:
+        with self._making:
             found = self._channels.get((number, call.device))
             if found is None:
-                transport = connect(call.device, number)
-                try:
-                    comm = rule.communicator(transport, f"{group}, rule {number}")
-                except BaseException:
-                    transport.close()
-                    raise
-                found = self._channels[number, call.device] = _Channel(comm)
+
+                def communicator() -> Communicator:
+                    transport = connect(call.device, number)
+                    try:
+                        return rule.communicator(transport, f"{group}, rule {number}")
+                    except BaseException:
+                        transport.close()
+                        raise
+
+                found = self._channels[number, call.device] = _Channel(communicator, call.device)
         return found.run(call, rule.wire)
 
     def close(self) -> None:
@@ -146,11 +195,22 @@ class Compressing:
 class _Channel:
     """A communicator for one rule, and on the CPU a thread, on a GPU a stream, for its calls."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
+    def __init__(self, communicator: Callable[[], Communicator], device: torch.device) -> None:
         self.raw_bytes = self.wire_bytes = 0
         self._stream = SideStream()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "tightwire-group")
+        #: Set once the ranks are connected.
+        self._comm: Communicator | None = None
+
+        def begin() -> Communicator:
+            self._comm = communicator()
+            return self._comm
+
+        #: Others may come to their call only after what this rank does next.
+        self._begun = self._thread.submit(begin) if device.type == "cpu" else _called(begin)
+
+    def trace(self) -> list[TraceRecord]:
+        return [] if self._comm is None else self._comm.trace()
 
     def run(self, call: GroupCall, wire: str | None) -> Any:
         """The work of a call that has begun."""
@@ -172,17 +232,29 @@ class _Channel:
             for tensor in call.tensors:
                 # The caller may let go of it before it is read.
                 tensor.record_stream(torch.cuda.current_stream(call.device))
-        call.run(self.comm, wire)
-        for record in self.comm.trace(last=1):
+        comm = self._begun.result()
+        call.run(comm, wire)
+        for record in comm.trace(last=1):
             self.raw_bytes += record.raw_bytes
             self.wire_bytes += record.wire_bytes
 
     def close(self) -> None:
         self._thread.shutdown()
-        self.comm.close()
+        if self._comm is not None:
+            self._comm.close()
 
     def abort(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _called(function: Callable[[], _T]) -> concurrent.futures.Future[_T]:
+    """What a function returns or raises, as if a thread had called it."""
+    future: concurrent.futures.Future[_T] = concurrent.futures.Future()
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
+    return future
 
 
 class _HostWork(Work):

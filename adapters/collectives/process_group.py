@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 from ..transports.base import Transport
-from ..transports.torch_dist import TorchDist
+from ..transports.torch_dist import timeout_of
 from . import group_calls
-from .compressed_calls import CompressedCalls, Compressing, compare_policies
+from .compressed_calls import CompressedCalls, Compressing, compare_policies, connect
 from .group_calls import GroupCall
 from .policy import Policy, Rule
 from .torch_backend import register
@@ -96,9 +96,10 @@ def _compressible(name: str, describe: Callable[..., GroupCall | None]) -> Any:
 class TightwireGroup(Compressing, dist.ProcessGroup):  # type: ignore[misc]
     """A process group of the backend ``"tightwire"``, as ``dist.new_group`` returns it.
 
-    Compressed calls have connections of their own, made at the first one, and keep their order. On
-    the CPU a thread makes them: with ``async_op=True`` the caller goes on. On a GPU a stream has
-    them; the caller queues them, and waits for sizes where the codec is lossless.
+    Compressed calls have connections of their own, and keep their order. On the CPU a thread makes
+    them, and the connections before the first: with ``async_op=True`` the caller goes on. On a GPU
+    a stream has them; the caller queues them, and waits for connections and, where the codec is
+    lossless, for sizes.
 
     Sums and means of compressed calls are made in float32 (float64 for float64), in the order of
     ranks; see ``tightwire.Communicator``.
@@ -117,6 +118,7 @@ class TightwireGroup(Compressing, dist.ProcessGroup):  # type: ignore[misc]
         # The constructor that takes the store makes an object whose methods C++ does not find.
         super().__init__(given.group_rank, given.group_size)
         self._calls = CompressedCalls(policy)
+        self._store = dist.PrefixStore("compressed", given.store)
         self._native = dist.ProcessGroup(given.store, given.group_rank, given.group_size)
         self._devices: list[str] = []
         #: NCCL's, for messages to lower ranks: see `_one_way`.
@@ -237,7 +239,9 @@ class TightwireGroup(Compressing, dist.ProcessGroup):  # type: ignore[misc]
         return work
 
     def _connect(self, device: torch.device, number: int) -> Transport:
-        return TorchDist.new_group(self, device, purpose=f"rule {number} of a policy")
+        timeout = timeout_of(self, device)
+        place = self._store, self.rank(), self.size()
+        return connect(*place, timeout, device, number, self.group_desc)
 
 
 class _Works(Work):

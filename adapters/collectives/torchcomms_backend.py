@@ -24,9 +24,8 @@ import torch
 import torch.distributed as dist
 
 from ..transports.base import Transport
-from ..transports.torch_dist import TorchDist
 from . import group_calls, process_group
-from .compressed_calls import CompressedCalls, Compressing, compare_policies
+from .compressed_calls import CompressedCalls, Compressing, compare_policies, connect
 from .group_calls import GroupCall
 from .policy import Policy
 from .torch_backend import NAME
@@ -259,13 +258,8 @@ class TightwireBackend(Compressing, TorchCommBackend):  # type: ignore[misc]
         return self._calls.begin(call, self._name, self._connect)
 
     def _connect(self, device: torch.device, number: int) -> Transport:
-        return TorchDist.by_store(
-            dist.PrefixStore(f"rule {number}", self._store),
-            self._comm.get_rank(),
-            self._comm.get_size(),
-            timeout=self._timeout.total_seconds(),
-            device=device,
-        )
+        place = self._store, self._comm.get_rank(), self._comm.get_size()
+        return connect(*place, self._timeout.total_seconds(), device, number, self._name)
 
 
 def _hints(options: Any, allowed: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:

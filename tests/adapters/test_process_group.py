@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,60 @@ def training(device: Any) -> list[float]:
     return [float(found.double().sum())]
 
 
+def other_things(me: int) -> dict[str, Callable[[], Any]]:
+    """What a rank can do between beginning a call and waiting for it, when others do it before."""
+    return {
+        "message": lambda: dist.send(torch.ones(3), 1) if me == 0 else dist.recv(torch.zeros(3), 0),
+        "group": dist.new_group,
+    }
+
+
+def first_calls(device: Any) -> list[str]:
+    """They return at once, though another rank comes only after what this one does next."""
+    me = dist.get_rank()
+    port: list[Any] = [None]
+    if me == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    if me:
+        store = dist.TCPStore("127.0.0.1", port[0], is_master=False)
+    dist.destroy_process_group()
+    process_group.set_policy([Rule(min_bytes=LEAST)])
+    seconds = timedelta(seconds=BOUND)
+    dist.init_process_group("tightwire", store=store, rank=me, world_size=2, timeout=seconds)
+    for name, do in other_things(me).items():
+        group = dist.new_group()
+        x = tensor(me, 6007)
+        if me:
+            do()
+        work = dist.all_reduce(x, group=group, async_op=True)
+        if not me:
+            do()
+        work.wait()
+        assert torch.equal(x, totals(6007)), name
+        assert len(group.trace()) == 1
+    groups = [dist.new_group(), dist.new_group()]
+    xs = [tensor(me, 6007) for _ in groups]
+    each = list(zip(xs, groups, strict=True))[:: -1 if me else 1]
+    for work in [dist.all_reduce(x, group=group, async_op=True) for x, group in each]:
+        work.wait()
+    assert all(torch.equal(x, totals(6007)) for x in xs)
+    late = dist.new_group(timeout=timedelta(seconds=1), group_desc="slow ones")
+    found = []
+    if me == 0:
+        start = time.monotonic()
+        for _ in range(2):
+            work = dist.all_reduce(tensor(me, 6007), group=late, async_op=True)
+            with pytest.raises(tw.CollectiveError) as caught:
+                work.wait()
+            found.append(str(caught.value))
+        assert late.trace() == []
+        assert time.monotonic() - start < BOUND
+    dist.barrier()
+    return found
+
+
 def leave(result: str) -> None:
     """End the process at once, with what it has found: its peers are not waited for."""
     Path(sys.argv[-1]).write_text(result)
@@ -369,10 +424,18 @@ def test_training_is_that_of_gloo(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_first_calls_return_at_once(tmp_path: Path) -> None:
+    found, _ = launch(__file__, "first_calls", 2, tmp_path)
+    for text in found:
+        assert "rank 0: new_group #0 failed in stage 'agree': slow ones, rule 0: " in text
+        assert "ranks [1] have not come in 1 s" in text
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_gone_is_told_of(tmp_path: Path) -> None:
     launch(__file__, "gone", 2, tmp_path)
 
 
 if __name__ == "__main__":
-    tasks = {"calls": calls, "training": training, "gone": gone}
+    tasks = {"calls": calls, "first_calls": first_calls, "training": training, "gone": gone}
     join(tasks, sys.argv[1:], backend="tightwire")
