@@ -16,8 +16,10 @@ from lossy_report import TABLE_2, UNCOMPRESSED, compared, differences
 from rows import places, read, why_missing
 
 P2P_OFF, NVLINK = "p2p off", "nvlink"
-#: Why a time is missing.
-GPUS = "not recorded: two GPUs are needed"
+#: What stands for a time that is missing.
+MISSING = "not recorded"
+#: The device of rows that do not name another one.
+USUAL = "H200"
 #: Loss of a lossy run over that of the native one, above which its speed is not shown.
 TRUSTED = 1.05
 #: Parts of the loss that bfloat16 ends with, as in figure 4 of DynamiQ.
@@ -30,8 +32,9 @@ Made by `benchmarks/report.py` from the records it names. Each row has an experi
 paper's figure, and ours where there is a record. Our models are small and our ranks few, so signs
 and orders can be compared, and figures seldom. *Times as fast*: the time without compression over
 that with it. A speed is shown only where the result was right: the same bits, or, of a lossy codec,
-a loss within 5 % of the native run's; with tagc both losses stand beside it. [steps.md](steps.md)
-has step times of an earlier state of the library, written by hand."""
+a loss within 5 % of the native run's; with tagc both losses stand beside it. Speeds are those of
+H200s; where H100 stands behind one, of those. [steps.md](steps.md) has step times of an earlier
+state of the library, written by hand."""
 
 
 class Experiment(NamedTuple):
@@ -94,14 +97,20 @@ class Steps:
         for link, key in keys.items():
             row = self.row(link, key)
             if row is not None:
-                found[link] = why_missing(row) or speed(row)
+                found[link] = why_missing(row) or speed(row) + device_of(row)
         return by_network(found)
+
+
+def device_of(row: dict[str, Any]) -> str:
+    """The device of a row, if it is not the usual one, to stand behind a speed."""
+    name = row["machine"]["device"].removeprefix("NVIDIA ").split()[0]
+    return "" if name == USUAL else f" ({name})"
 
 
 def by_network(found: dict[str, str]) -> str:
     """What is known by network, or that nothing is."""
     names = {P2P_OFF: "at 25 GB/s", NVLINK: "over NVLink"}
-    return "; ".join(f"{text} {names[link]}" for link, text in found.items() if text) or GPUS
+    return "; ".join(f"{text} {names[link]}" for link, text in found.items() if text) or MISSING
 
 
 def step_speed(row: dict[str, Any]) -> str:
@@ -135,7 +144,7 @@ def zipccl(folder: Path, steps: Steps, wide: Steps) -> list[Experiment]:
             f"{x['native_ms']['median'] / x['compressed_ms']['median']:.2f} x ({x['mib']} MiB)"
             for x in rows
         ]
-        return f"{', '.join(speeds)} at 25 GB/s" if speeds else "not recorded: needs four GPUs"
+        return f"{', '.join(speeds)} at 25 GB/s" if speeds else MISSING
 
     dense = {P2P_OFF: "fsdp, zipccl, network", NVLINK: "fsdp, zipccl, peers"}
     experts = dict.fromkeys((P2P_OFF, NVLINK), "moe, zipccl")
@@ -189,7 +198,8 @@ def ncclx(moe: Steps) -> list[Experiment]:
             return "" if native is None and most is None else missing
         # Each has had turns with the exact one.
         speed = (most["ms"] / most["exact_ms"]) / (native["ms"] / native["exact_ms"])
-        return f"{speed:.2f} x, {native['padded_ms'] / native['ms']:.2f} x the least padding"
+        least = native["padded_ms"] / native["ms"]
+        return f"{speed:.2f} x, {least:.2f} x the least padding{device_of(native)}"
 
     def training(row: dict[str, Any]) -> str:
         padded, exact = (row[form] / row["ms"] for form in ("padded_ms", "exact_ms"))
@@ -252,7 +262,7 @@ def tagc(folder: Path, steps: Steps) -> list[Experiment]:
         Experiment(
             "table 2, time of the exchange of gradients",
             f"{fast / slow:.2f}, {all_fast / all_slow:.2f}",
-            f"{', '.join(exchange)} at 25 GB/s" if exchange else "not recorded: needs four GPUs",
+            f"{', '.join(exchange)} at 25 GB/s" if exchange else MISSING,
             "[collectives_4.json](collectives.md)",
         ),
     ]

@@ -577,6 +577,8 @@ def test_names_of_advise() -> None:
         (["--device", "h200"], "give one of them"),
         (["--error", "0.1"], "need --simulate"),
         (["--world", "12", "--node-link", "400GB/s"], "multiples of --node, 8"),
+        (["--node", "3"], "--node and --node-latency need --node-link"),
+        (["--simulate", "--node-latency", "1us"], "--node and --node-latency need --node-link"),
         (["--simulate", "--collective", "send"], "all_reduce, all_gather, all_to_all"),
         (["--simulate", "--sum-dtype", "int32"], "Allowed: floats"),
         (["--simulate", "--plot", "x.png"], "give one of them"),

@@ -147,8 +147,7 @@ def _quantity(
 @click.option(
     "--node",
     type=click.IntRange(min=1),
-    default=8,
-    help="With --node-link: ranks of one node.",
+    help="With --node-link: ranks of one node; 8 if not given.",
 )
 @_quantity(
     "--node-link",
@@ -159,8 +158,7 @@ def _quantity(
 @_quantity(
     "--node-latency",
     units.parse_time,
-    "With --node-link: time of an empty message inside a node.",
-    default="1us",
+    "With --node-link: time of an empty message inside a node; 1us if not given.",
 )
 @path_option("--plot", "Draw a PNG: speedup over message size.")
 @json_option
@@ -182,9 +180,9 @@ def advise(
     simulate: bool,
     error: float,
     sum_dtype: str | None,
-    node: int,
+    node: int | None,
     node_link: float | None,
-    node_latency: float,
+    node_latency: float | None,
     plot: Path | None,
     as_json: bool,
 ) -> None:
@@ -218,7 +216,11 @@ def advise(
     if ratio is None:
         ratio = _ratio(codec_name or "zipccl", kind.name)
     network = Link(latency, 1 / link, gap)
-    nodes = None if node_link is None else Node(node, Link(node_latency, 1 / node_link))
+    nodes = None
+    if node_link is not None:
+        nodes = Node(node or 8, Link(1e-6 if node_latency is None else node_latency, 1 / node_link))
+    elif node is not None or node_latency is not None:
+        raise click.BadParameter("--node and --node-latency need --node-link")
     document: dict[str, Any] = {
         "codec": codec,
         "device": device,
@@ -243,13 +245,15 @@ def advise(
         raise click.BadParameter(
             f"--world is given {len(world)} times. Needed: once, or any number with --simulate"
         )
-    if nodes is not None and world[0] % node:
-        raise click.BadParameter(f"--world is {world[0]}. Allowed: multiples of --node, {node}")
+    if nodes is not None and world[0] % nodes.size:
+        raise click.BadParameter(
+            f"--world is {world[0]}. Allowed: multiples of --node, {nodes.size}"
+        )
     if plot is not None:
         check_plot(None, plot)
     model = Model.of(collective, world[0], network, *lines, node=nodes)
     found = advice.advise(model, message, ratio, pieces)
-    ranks = f"{world[0]} ranks" + ("" if nodes is None else f" in nodes of {node}")
+    ranks = f"{world[0]} ranks" + ("" if nodes is None else f" in nodes of {nodes.size}")
     title = f"{collective} of {kind.name}, {ranks}, ratio {ratio:.3f}"
     if plot is not None:
         with writing(None, plot):
