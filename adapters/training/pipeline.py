@@ -18,15 +18,20 @@ differentiates them:
 An encoded tensor is one message, of a size that both sides know from its shape and dtype. So
 messages are as non-blocking as those of PyTorch, and the same schedules work. Codecs whose size
 depends on the data (lossless ones) are not for them.
+
+``send`` puts a header in front, with the number of the message. So gradients find the activation
+that they belong to, whatever the order in which ranks go backward.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -42,6 +47,12 @@ from ..transports.torch_dist import check_node
 
 #: Works of sends that nobody has waited for, of one direction, beyond which the oldest is.
 _PENDING = 64
+#: Most dimensions of a tensor that a header describes.
+_DIMENSIONS = 32
+#: A header: number, whether a gradient is wanted, dimensions, dtype, shape.
+_HEADER = struct.Struct(f"<qqq24s{_DIMENSIONS}q")
+#: Tags of messages with headers: gloo keeps them apart from others, and both directions.
+_FORWARD, _BACKWARD = 1, 2
 
 
 class Messages:
@@ -161,10 +172,7 @@ class Messages:
         Raises:
             CollectiveError: If the network fails.
         """
-        data = self.encode(x, to)
-        with self._naming("send", f"to rank {to}"):
-            work = self.group.send([data], to, 0)
-        return Message(self, work, "send", to, [data])
+        return self._isend([self.encode(x, to)], to, 0)
 
     def irecv(self, out: Any, source: int) -> Message:
         """Begin to receive a tensor, which is right when the message was waited for.
@@ -179,10 +187,7 @@ class Messages:
         Raises:
             CollectiveError: If the network fails.
         """
-        memory = self.memory_for(out, source)
-        with self._naming("recv", f"from rank {source}"):
-            work = self.group.recv([out.detach() if memory is None else memory], source, 0)
-        return Message(self, work, "recv", source, [memory, out])
+        return self._irecv(out, source, 0)
 
     def sendrecv(self, x: Any, to: int, out: Any, source: int) -> None:
         """Send a tensor and receive another one; ranks that do so to each other do not deadlock.
@@ -196,18 +201,60 @@ class Messages:
         Raises:
             CollectiveError: If the network fails, or bytes are damaged.
         """
-        data, memory = self.encode(x, to), self.memory_for(out, source)
-        into = out.detach() if memory is None else memory
+        data, into = self.encode(x, to), self._memory(out, source)
         # NCCL makes one launch of them: separate ones would wait for each other.
         ops = [
             dist.P2POp(dist.isend, data, group=self.group, group_peer=to),
-            dist.P2POp(dist.irecv, into, group=self.group, group_peer=source),
+            dist.P2POp(dist.irecv, into.detach(), group=self.group, group_peer=source),
         ]
         with self._naming("sendrecv", f"to rank {to}, from rank {source}"):
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
-        if memory is not None:
-            self.decode(memory, out, source)
+        self._finish(into, out, source)
+
+    def _isend(self, data: list[Any], to: int, tag: int) -> Message:
+        """Begin to send tensors as they are, which are one message."""
+        with self._naming("send", f"to rank {to}"):
+            works = [self.group.send([part], to, tag) for part in data]
+        return Message(self, works, "send", to, data)
+
+    def _irecv(self, out: Any, source: int, tag: int) -> Message:
+        into = self._memory(out, source)
+        with self._naming("recv", f"from rank {source}"):
+            work = self.group.recv([into.detach()], source, tag)
+        return Message(self, [work], "recv", source, [into, out])
+
+    def _memory(self, out: Any, source: int) -> Any:
+        """What the network fills: memory for encoded bytes, or the tensor's own."""
+        memory = self.memory_for(out, source)
+        return out if memory is None else memory
+
+    def _finish(self, into: Any, out: Any, source: int) -> None:
+        """Decode what has arrived, if it is encoded."""
+        if into is not out:
+            self.decode(into, out, source)
+
+    def _isend_described(self, x: Any, to: int, about: _About, tag: int) -> Message:
+        """Begin to send a tensor behind a header."""
+        dtype = str(x.dtype).removeprefix("torch.").encode()
+        shape = [*x.shape, *[0] * (_DIMENSIONS - x.dim())]
+        text = _HEADER.pack(about.number, about.is_wanted, x.dim(), dtype, *shape)
+        header = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(x.device)
+        if not self._is_near(to):
+            self.wire_bytes += len(text)
+        return self._isend([header, self.encode(x, to)], to, tag)
+
+    def _receive_described(self, source: int, device: Any, tag: int) -> tuple[_About, Any]:
+        """Receive a header, and the tensor that it describes."""
+        header = torch.empty(_HEADER.size, dtype=torch.uint8, device=device)
+        with self._naming("recv", f"from rank {source}"):
+            self.group.recv([header], source, tag).wait()
+        number, is_wanted, count, name, *shape = _HEADER.unpack(header.cpu().numpy().tobytes())
+        dtype = getattr(torch, name.rstrip(b"\0").decode())
+        # Memory of the sender's size: gloo ends the process if less is given to it.
+        x = torch.empty(shape[:count], dtype=dtype, device=device)
+        self._irecv(x, source, tag).wait()
+        return _About(number, bool(is_wanted)), x
 
     def _is_near(self, peer: int) -> bool:
         """Whether a rank is another one of this node."""
@@ -229,14 +276,16 @@ class Message:
 
     Args:
         of: What it is one of.
-        work: PyTorch's work.
+        works: PyTorch's works.
         what: ``"send"`` or ``"recv"``.
         peer: Number of the other rank.
         held: Memory that the network reads or writes; of what is received also where it belongs.
     """
 
-    def __init__(self, of: Messages, work: Any, what: str, peer: int, held: list[Any]) -> None:
-        self._of, self._work, self._what, self._peer = of, work, what, peer
+    def __init__(
+        self, of: Messages, works: list[Any], what: str, peer: int, held: list[Any]
+    ) -> None:
+        self._of, self._works, self._what, self._peer = of, works, what, peer
         self._held = held
 
     def wait(self) -> None:
@@ -245,16 +294,32 @@ class Message:
         Raises:
             CollectiveError: If the network fails, or bytes are damaged; it names the other rank.
         """
-        if self._work is None:
+        if not self._works:
             return
         peer = f"{'to' if self._what == 'send' else 'from'} rank {self._peer}"
         with self._of._naming(self._what, peer):
-            self._work.wait()
+            for work in self._works:
+                work.wait()
         self._of._counts[self._what] += 1
-        self._work = None
+        self._works = []
         held, self._held = self._held, []
-        if self._what == "recv" and held[0] is not None:
-            self._of.decode(held[0], held[1], self._peer)
+        if self._what == "recv":
+            into, out = held
+            self._of._finish(into, out, self._peer)
+
+
+class _About(NamedTuple):
+    """What a header says of a message: its number, and whether its gradient is to be sent."""
+
+    number: int
+    is_wanted: bool
+
+
+class _Gradients:
+    """Gradients of one activation that arrived; it lives as long as backward may ask for them."""
+
+    def __init__(self) -> None:
+        self.arrived: deque[Any] = deque()
 
 
 class Boundary:
@@ -275,6 +340,11 @@ class Boundary:
         self.forward = forward
         self.backward = backward
         self._sent: deque[Message] = deque()
+        #: Numbers of the next activations to and from each rank.
+        self._to: Counter[int] = Counter()
+        self._from: Counter[int] = Counter()
+        #: Where gradients go, by rank and number. Those that nobody can ask for are dropped.
+        self._awaited: WeakValueDictionary[tuple[int, int], _Gradients] = WeakValueDictionary()
 
     @property
     def rank(self) -> int:
@@ -315,22 +385,33 @@ class Boundary:
     def send(self, x: Any, to: int) -> Any:
         """Send an activation; backward receives its gradient.
 
+        Gradients that arrive for other activations are kept until their backward, so ranks may go
+        backward in any order. If ``x`` requires no gradient, none is sent.
+
         Args:
             x: The activation.
             to: Number of the rank that calls ``receive``.
 
         Returns:
-            A tensor without dimensions, 0. Call its ``backward()``, or add it to a loss.
+            A tensor without dimensions, 0. Call its ``backward()``, or add it to a loss. It
+            requires a gradient if ``x`` does and gradients are on.
 
         Raises:
             CollectiveError: If the network fails.
+            ValueError: If ``x`` has more than 32 dimensions, or is on a GPU and both directions
+                have the same group.
         """
-        return _Send.apply(x, self, to)
+        if x.dim() > _DIMENSIONS:
+            raise ValueError(f"x has {x.dim()} dimensions; allowed: at most {_DIMENSIONS}")
+        _check_groups(self, x.device)
+        return _Send.apply(x, self, to, x.requires_grad and torch.is_grad_enabled())
 
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, source: int, device: Any = "cpu"
     ) -> Any:
-        """Receive an activation; backward sends its gradient.
+        """Receive an activation; backward sends its gradient, if the sender needs one.
+
+        The host waits for it.
 
         Args:
             shape: Its shape.
@@ -342,11 +423,14 @@ class Boundary:
             The activation, which requires a gradient where gradients are on.
 
         Raises:
-            CollectiveError: If the network fails, or bytes are damaged.
+            CollectiveError: If the network fails, bytes are damaged, or the sender has sent another
+                shape or dtype.
+            ValueError: If it is to be on a GPU, and both directions have the same group.
         """
-        empty = torch.empty(tuple(shape), dtype=dtype, device=device)
+        device = torch.device(device)
+        _check_groups(self, device)
         anchor = torch.empty(0, device="cpu", requires_grad=torch.is_grad_enabled())
-        return _Receive.apply(anchor, empty, self, source)
+        return _Receive.apply(anchor, self, torch.Size(shape), dtype, source, device)
 
     def flush(self) -> None:
         """Wait for everything that was sent, at the end of a step.
@@ -369,6 +453,54 @@ class Boundary:
         self._sent.append(message)
         if len(self._sent) > _PENDING:
             self._sent.popleft().wait()
+
+    def _send_activation(self, x: Any, to: int, is_wanted: bool) -> tuple[int, _Gradients]:
+        """Send an activation: its number, and where its gradients will be."""
+        number = self._to[to]
+        self.keep(self.forward._isend_described(x, to, _About(number, is_wanted), _FORWARD))
+        self._to[to] += 1
+        gradients = self._awaited[to, number] = _Gradients()
+        return number, gradients
+
+    def _receive_activation(
+        self, shape: Any, dtype: torch.dtype, source: int, device: Any
+    ) -> tuple[_About, Any]:
+        """Receive the next activation of a rank, and what its header says."""
+        about, x = self.forward._receive_described(source, device, _FORWARD)
+        expected = self._from[source]
+        if about.number != expected:
+            detail = f"from rank {source}: message {about.number} came, {expected} is next"
+            raise self._disagreement(self.forward, expected, detail)
+        self._from[source] += 1
+        if (x.shape, x.dtype) != (shape, dtype):
+            detail = (
+                f"from rank {source}: message {expected} is {_described(x)}; receive was called "
+                f"for {dtype} of shape {tuple(shape)}"
+            )
+            raise self._disagreement(self.forward, expected, detail)
+        return about, x
+
+    def _send_gradient(self, gradient: Any, source: int, number: int) -> None:
+        about = _About(number, is_wanted=False)
+        self.keep(self.backward._isend_described(gradient, source, about, _BACKWARD))
+
+    def _receive_gradient(self, gradients: _Gradients, number: int, to: int, device: Any) -> Any:
+        """Receive the gradient of an activation; those of others that arrive before it are kept."""
+        while not gradients.arrived:
+            about, x = self.backward._receive_described(to, device, _BACKWARD)
+            if about.number >= self._to[to]:
+                detail = (
+                    f"from rank {to}: a gradient of message {about.number} came where that of "
+                    f"{number} is awaited; {self._to[to]} were sent to it"
+                )
+                raise self._disagreement(self.backward, number, detail)
+            found = self._awaited.get((to, about.number))
+            if found is not None:
+                found.arrived.append(x)
+        return gradients.arrived.popleft()
+
+    def _disagreement(self, messages: Messages, number: int, detail: str) -> CollectiveError:
+        return CollectiveError(self.rank, "recv", number, "agree", f"{messages.name} {detail}")
 
 
 def connect(
@@ -436,8 +568,12 @@ def _named(peer: int | str) -> str:
     return f"rank {peer}" if isinstance(peer, int) else peer
 
 
-def _check_groups(boundary: Boundary, x: Any) -> None:
-    if x.device.type != "cpu" and boundary.forward.group is boundary.backward.group:
+def _described(x: Any) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)}"
+
+
+def _check_groups(boundary: Boundary, device: Any) -> None:
+    if device.type != "cpu" and boundary.forward.group is boundary.backward.group:
         raise ValueError(
             "backward_group is that of activations; needed on a GPU: another group of these ranks"
         )
@@ -445,33 +581,36 @@ def _check_groups(boundary: Boundary, x: Any) -> None:
 
 class _Send(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, x: Any, boundary: Boundary, to: int) -> Any:
-        _check_groups(boundary, x)
-        ctx.boundary, ctx.to = boundary, to
-        ctx.like = x.shape, x.dtype, x.device
-        boundary.keep(boundary.forward.isend(x, to))
+    def forward(ctx: Any, x: Any, boundary: Boundary, to: int, is_wanted: bool) -> Any:
+        ctx.boundary, ctx.to, ctx.device = boundary, to, x.device
+        ctx.number, ctx.gradients = boundary._send_activation(x, to, is_wanted)
         return x.new_zeros(())
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, _: Any) -> Any:
-        shape, dtype, device = ctx.like
-        gradient = torch.empty(shape, dtype=dtype, device=device)
-        ctx.boundary.backward.irecv(gradient, ctx.to).wait()
-        return gradient, None, None
+        found = ctx.boundary._receive_gradient(ctx.gradients, ctx.number, ctx.to, ctx.device)
+        return found, None, None, None
 
 
 class _Receive(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, anchor: Any, empty: Any, boundary: Boundary, source: int) -> Any:
-        _check_groups(boundary, empty)
+    def forward(
+        ctx: Any,
+        anchor: Any,
+        boundary: Boundary,
+        shape: Any,
+        dtype: torch.dtype,
+        source: int,
+        device: Any,
+    ) -> Any:
         ctx.boundary, ctx.source = boundary, source
-        boundary.forward.irecv(empty, source).wait()
-        ctx.mark_dirty(empty)
-        return empty
+        ctx.about, x = boundary._receive_activation(shape, dtype, source, device)
+        return x
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Any) -> Any:
-        ctx.boundary.keep(ctx.boundary.backward.isend(gradient, ctx.source))
-        return None, None, None, None
+        if ctx.about.is_wanted:
+            ctx.boundary._send_gradient(gradient, ctx.source, ctx.about.number)
+        return None, None, None, None, None, None

@@ -218,6 +218,35 @@ def boundaries(boundary: Any) -> None:
     boundary.flush()
 
 
+def numbers(device: Any) -> None:
+    """Gradients go where they belong, whatever else is under way between the ranks."""
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+    boundary = pipeline.connect("mx", "mx")
+    sizes = [(40 + 8 * number, 64) for number in range(4)]
+    for frozen in (False, True, False):
+        # Both send to each other, in one group, and go backward in different orders.
+        xs = [torch.ones(size, requires_grad=not frozen) for size in sizes]
+        tokens = [boundary.send(x, other) for x in xs]
+        ys = [boundary.receive(size, torch.float32, other) for size in sizes]
+        # What goes without a header does not mix with what has one.
+        plain = boundary.forward.isend(torch.full((40, 64), 3.0), other)
+        for number in (1, 3, 0, 2) if rank else (2, 0, 1, 3):
+            (ys[number] * 2.0 ** (number + 4 * rank)).sum().backward()
+        out = torch.zeros(40, 64)
+        boundary.forward.irecv(out, other).wait()
+        plain.wait()
+        assert torch.equal(out, torch.full_like(out, 3.0))
+        if not frozen:
+            sum(tokens[::-1] if rank else tokens).backward()
+            for number, x in enumerate(xs):
+                assert torch.equal(x.grad, torch.full_like(x, 2.0 ** (number + 4 * other)))
+        boundary.flush()
+    with pytest.raises(tw.CollectiveError, match=r"message 12 is .*\(80, 64\); receive was .*\(8,"):
+        boundary.send(torch.ones(80, 64), other)
+        boundary.receive((8, 64), torch.float32, other)
+    boundary.flush()
+
+
 def faults(device: Any) -> None:
     """Codecs that differ raise everywhere; a rank that is gone is named."""
     with pytest.raises(tw.CollectiveError, match=r"ranks differ: ranks \[0\]: .*ranks \[1\]: "):
@@ -265,6 +294,12 @@ def test_schedules_of_pytorch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("task", ["numbers"])
+def test_messages_are_what_the_receiver_takes_them_for(task: str, tmp_path: Path) -> None:
+    launch(__file__, task, 2, tmp_path, warnings="default")
+
+
+@pytest.mark.slow
 def test_stages_of_nodes(tmp_path: Path) -> None:
     found = launch(__file__, "nodes", 4, tmp_path, warnings="default")
     whole = BATCH * TIME * WIDTH * 4
@@ -288,5 +323,5 @@ def test_a_stage_that_differs_or_is_gone_is_named(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    given = (three_dimensions, schedules, nodes, faults)
+    given = (three_dimensions, schedules, numbers, nodes, faults)
     join({task.__name__: task for task in given}, sys.argv[1:])

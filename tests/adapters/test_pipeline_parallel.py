@@ -107,6 +107,117 @@ def test_without_gradients_nothing_is_recorded() -> None:
         assert not last.receive((4, 4), torch.float32, 0).requires_grad
 
 
+@pytest.mark.parametrize("codec", [None, "mx"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (2, 1, 0)])
+def test_backward_in_any_order_finds_the_activation(order: Any, codec: Any) -> None:
+    codec = codec and tw.codec(codec)
+    (first, last), _ = pair(codec, codec)
+    xs = [torch.ones(40 + n, 64, requires_grad=True) for n in range(3)]
+    for _ in range(2):
+        tokens = [first.send(x, 1) for x in xs]
+        ys = [last.receive(x.shape, x.dtype, 0) for x in xs]
+        for number in order:
+            (ys[number] * 2.0**number).sum().backward()
+        sum(tokens).backward()
+        for number, x in enumerate(xs):
+            assert torch.equal(x.grad, torch.full_like(x, 2.0**number))
+            x.grad = None
+
+
+@pytest.mark.parametrize("why", ["frozen", "no_grad"])
+def test_a_gradient_that_nobody_wants_is_not_sent(why: str) -> None:
+    (first, last), queues = pair(None, None)
+    x = torch.ones(4, 4, requires_grad=True)
+    with torch.set_grad_enabled(why != "no_grad"):
+        assert not first.send(x.detach() if why == "frozen" else x, 1).requires_grad
+    y = last.receive((4, 4), x.dtype, 0)
+    y.sum().backward()
+    assert not queues[1, 0]
+    token = first.send(x, 1)
+    (last.receive((4, 4), x.dtype, 0) * 3).sum().backward()
+    token.backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
+
+
+def test_gradients_of_what_has_no_backward_any_more_are_dropped() -> None:
+    (first, last), queues = pair(None, None)
+    x = torch.ones(4, 4, requires_grad=True)
+    tokens = [first.send(x, 1) for _ in range(2)]
+    for scale in (2, 3):
+        (last.receive((4, 4), x.dtype, 0) * scale).sum().backward()
+    del tokens[0]
+    tokens[0].backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
+    assert not queues[1, 0]
+
+
+def test_gradients_of_two_backwards_add_up() -> None:
+    (first, last), _ = pair(None, None)
+    xs = [torch.ones(4, 4, requires_grad=True) for _ in range(2)]
+    tokens = [first.send(x, 1) for x in xs]
+    ys = [last.receive((4, 4), x.dtype, 0).sum() for x in xs]
+    for scale in (2, 3):
+        (ys[1] * scale).backward(retain_graph=True)
+    ys[0].backward()
+    tokens[0].backward()
+    for _ in range(2):
+        tokens[1].backward(retain_graph=True)
+    for x, wanted in zip(xs, (1.0, 5.0), strict=True):
+        assert torch.equal(x.grad, torch.full_like(x, wanted))
+
+
+@pytest.mark.parametrize("codec", [None, "mx"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((64, 128), torch.float32), ((64, 32), torch.float32), ((64, 64), torch.bfloat16)],
+)
+def test_another_shape_or_dtype_is_named_and_the_next_is_right(
+    shape: Any, dtype: Any, codec: Any
+) -> None:
+    (first, last), _ = pair(codec and tw.codec(codec), None)
+    for _ in range(2):
+        first.send(torch.ones(64, 64), 1)
+    with pytest.raises(tw.CollectiveError) as caught:
+        last.receive(shape, dtype, 0)
+    assert str(caught.value) == (
+        "rank 1: recv #0 failed in stage 'agree': forward from rank 0: message 0 is torch.float32 "
+        f"of shape (64, 64); receive was called for {dtype} of shape {shape}"
+    )
+    assert torch.equal(last.receive((64, 64), torch.float32, 0), torch.ones(64, 64))
+
+
+def test_messages_that_are_not_in_turn_are_errors() -> None:
+    (first, last), _ = pair(None, None)
+    x = torch.ones(4, 4, requires_grad=True)
+    for _ in range(2):
+        first.send(x, 1)
+    last.receive((4, 4), x.dtype, 0)
+    last.receive((4, 4), x.dtype, 0).sum().backward()
+    # Another boundary of the same group, which has sent less.
+    other = pipeline.Boundary(first.forward, first.backward)
+    with pytest.raises(tw.CollectiveError, match=r"rank 0: recv #0 .*from rank 1: a gradient of "):
+        other.send(x, 1).backward()
+    with pytest.raises(tw.CollectiveError, match=r"rank 1: recv #2 .*message 0 came, 2 is next"):
+        last.receive((4, 4), x.dtype, 0)
+
+
+def test_what_headers_do_not_describe_is_refused() -> None:
+    (first, _), queues = pair(None, None)
+    with pytest.raises(ValueError, match=r"x has 33 dimensions; allowed: at most 32"):
+        first.send(torch.ones([1] * 33), 1)
+    assert not queues[0, 1]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn, torch.float64]
+)
+def test_activations_of_any_dtype(dtype: Any) -> None:
+    (first, last), _ = pair(tw.codec("mx"), None)
+    x = torch.arange(200).view(50, 4).to(dtype)
+    first.send(x, 1)
+    assert torch.equal(last.receive((50, 4), dtype, 0).view(torch.uint8), x.view(torch.uint8))
+
+
 def test_messages_within_a_node_are_as_they_are() -> None:
     class OfFour(Group):
         def size(self) -> int:
