@@ -25,6 +25,7 @@ that they belong to, whatever the order in which ranks go backward.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
@@ -53,6 +55,8 @@ _DIMENSIONS = 32
 _HEADER = struct.Struct(f"<qqq24s{_DIMENSIONS}q")
 #: Tags of messages with headers: gloo keeps them apart from others, and both directions.
 _FORWARD, _BACKWARD = 1, 2
+#: Bytes at the end of memory that show whether it was filled.
+_MARK = 16
 
 
 class Messages:
@@ -199,9 +203,11 @@ class Messages:
             source: Number of its sender.
 
         Raises:
-            CollectiveError: If the network fails, or bytes are damaged.
+            CollectiveError: If the network fails, bytes are damaged, or on the CPU fewer arrive
+                than ``out`` takes.
         """
         data, into = self.encode(x, to), self._memory(out, source)
+        mark = _marked(into)
         # NCCL makes one launch of them: separate ones would wait for each other.
         ops = [
             dist.P2POp(dist.isend, data, group=self.group, group_peer=to),
@@ -210,7 +216,7 @@ class Messages:
         with self._naming("sendrecv", f"to rank {to}, from rank {source}"):
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
-        self._finish(into, out, source)
+        self._finish(into, out, mark, source)
 
     def _isend(self, data: list[Any], to: int, tag: int) -> Message:
         """Begin to send tensors as they are, which are one message."""
@@ -220,17 +226,21 @@ class Messages:
 
     def _irecv(self, out: Any, source: int, tag: int) -> Message:
         into = self._memory(out, source)
+        mark = _marked(into)
         with self._naming("recv", f"from rank {source}"):
             work = self.group.recv([into.detach()], source, tag)
-        return Message(self, [work], "recv", source, [into, out])
+        return Message(self, [work], "recv", source, [into, out, mark])
 
     def _memory(self, out: Any, source: int) -> Any:
         """What the network fills: memory for encoded bytes, or the tensor's own."""
         memory = self.memory_for(out, source)
         return out if memory is None else memory
 
-    def _finish(self, into: Any, out: Any, source: int) -> None:
+    def _finish(self, into: Any, out: Any, mark: bytes | None, source: int) -> None:
         """Decode what has arrived, if it is encoded."""
+        if mark is not None and _end(into).tobytes() == mark:
+            detail = f"from rank {source}: fewer bytes arrived than {_described(out)} takes"
+            raise self._failure("recv", "payload", detail)
         if into is not out:
             self.decode(into, out, source)
 
@@ -279,7 +289,8 @@ class Message:
         works: PyTorch's works.
         what: ``"send"`` or ``"recv"``.
         peer: Number of the other rank.
-        held: Memory that the network reads or writes; of what is received also where it belongs.
+        held: Memory that the network reads or writes; of what is received also where it belongs,
+            and the mark at its end.
     """
 
     def __init__(
@@ -292,7 +303,8 @@ class Message:
         """Wait until the tensor was sent, or is received and decoded. Again: nothing happens.
 
         Raises:
-            CollectiveError: If the network fails, or bytes are damaged; it names the other rank.
+            CollectiveError: If the network fails, bytes are damaged, or on the CPU fewer arrive
+                than the tensor takes; it names the other rank.
         """
         if not self._works:
             return
@@ -304,8 +316,8 @@ class Message:
         self._works = []
         held, self._held = self._held, []
         if self._what == "recv":
-            into, out = held
-            self._of._finish(into, out, self._peer)
+            into, out, mark = held
+            self._of._finish(into, out, mark, self._peer)
 
 
 class _About(NamedTuple):
@@ -570,6 +582,24 @@ def _named(peer: int | str) -> str:
 
 def _described(x: Any) -> str:
     return f"{x.dtype} of shape {tuple(x.shape)}"
+
+
+def _end(memory: Any) -> Any:
+    """The last bytes of contiguous memory on the CPU, as NumPy, which autograd does not see."""
+    return memory.detach().view(-1).view(torch.uint8).numpy()[-_MARK:]
+
+
+def _marked(memory: Any) -> bytes | None:
+    """Write random bytes to the end of memory; if they are still there, it was not filled.
+
+    gloo does not say how much arrived. On a GPU the host would have to wait to look.
+    """
+    nbytes = memory.numel() * memory.element_size()
+    if memory.device.type != "cpu" or nbytes < _MARK or not memory.is_contiguous():
+        return None
+    mark = os.urandom(_MARK)
+    _end(memory)[:] = np.frombuffer(mark, np.uint8)
+    return mark
 
 
 def _check_groups(boundary: Boundary, device: Any) -> None:

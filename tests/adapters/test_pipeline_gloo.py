@@ -247,6 +247,26 @@ def numbers(device: Any) -> None:
     boundary.flush()
 
 
+def short(device: Any) -> None:
+    """A message that does not fill the tensor is an error, with a codec and without."""
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+    for codec, dtype in ((None, torch.float32), (None, torch.complex64), ("mx", torch.float32)):
+        boundary = pipeline.connect(codec, codec)
+        error = rf"rank {rank}: .*forward from rank {other}: fewer bytes arrived than {dtype} of "
+        for size in (8, 0):
+            with torch.inference_mode():
+                x, out = torch.ones(size, 128, dtype=dtype), torch.zeros(8, 256, dtype=dtype)
+            sent, received = boundary.forward.isend(x, other), boundary.forward.irecv(out, other)
+            sent.wait()
+            with pytest.raises(tw.CollectiveError, match=error + r"shape \(8, 256\)"):
+                received.wait()
+            with pytest.raises(tw.CollectiveError, match=error):
+                boundary.forward.sendrecv(x, other, out, other)
+        x, out = torch.ones(8, 256, dtype=dtype), torch.zeros(8, 256, dtype=dtype)
+        boundary.forward.sendrecv(x, other, out, other)
+        assert torch.equal(x, out)
+
+
 def faults(device: Any) -> None:
     """Codecs that differ raise everywhere; a rank that is gone is named."""
     with pytest.raises(tw.CollectiveError, match=r"ranks differ: ranks \[0\]: .*ranks \[1\]: "):
@@ -294,7 +314,7 @@ def test_schedules_of_pytorch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["numbers"])
+@pytest.mark.parametrize("task", ["numbers", "short"])
 def test_messages_are_what_the_receiver_takes_them_for(task: str, tmp_path: Path) -> None:
     launch(__file__, task, 2, tmp_path, warnings="default")
 
@@ -323,5 +343,5 @@ def test_a_stage_that_differs_or_is_gone_is_named(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    given = (three_dimensions, schedules, numbers, nodes, faults)
+    given = (three_dimensions, schedules, numbers, short, nodes, faults)
     join({task.__name__: task for task in given}, sys.argv[1:])
