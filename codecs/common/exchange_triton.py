@@ -114,7 +114,6 @@ def exchange_kernel(
     stride: tl.int64,
     at: tl.int64,
     set_nbytes: tl.int64,
-    flags_at: tl.int64,
     rank: tl.int32,
     factor: tl.float32,
     limit_ns: tl.int64,
@@ -127,19 +126,20 @@ def exchange_kernel(
     SCALE: tl.constexpr,
     RANKS: tl.constexpr,
     SIZE: tl.constexpr,
-    TOGETHER: tl.constexpr,
 ):
     """Encode one tile of `x_ptr`, and store the sum of what all ranks have of it at `out_ptr`.
 
     `sources_ptr` has the addresses of all ranks' memory, int64, `counts_ptr` the number of
     programs that this rank's calls have begun, `status_ptr` a word for each rank, see `report`, and
-    one for a rank that is late. A set takes `set_nbytes`: static parts, and from `flags_at` on for
-    each rank a flag of every tile. L is of encoding, S of adding up. See `wait_for` for the rest.
+    one for a rank that is late. A set takes `set_nbytes`: static parts, and behind them for each
+    rank a flag of every tile. L is of encoding, S of adding up. See `wait_for` for the rest.
     """
+    TOGETHER: tl.constexpr = 2 - RANKS % 2
     programs = tl.num_programs(0).to(tl.int64)
     begun = tl.atomic_add(counts_ptr, tl.full([], 1, tl.int64), sem="relaxed")
     number, pid = begun // programs + 1, begun % programs
     here = (number & 1) * set_nbytes
+    flags_at = programs // tiles * stride * 128
     mine = tl.load(sources_ptr + rank) + here
     late_ptr = late_ptr.to(tl.pointer_type(tl.int64))
     # fmt: off
@@ -207,9 +207,8 @@ class Exchange:
         self._tiling = driver.summing or driver.tilings[2]
         self._tiles = driver.tiles(self._tiling, driver.extent(plan))
         self._programs = self._tiles * plan.chunks
-        self._flags_at = plan.static_stride * plan.chunks
         flags_nbytes = -(-ranks * self._programs * 8 // 128) * 128
-        self._set_nbytes = self._flags_at + flags_nbytes
+        self._set_nbytes = plan.static_stride * plan.chunks + flags_nbytes
 
     @property
     def nbytes(self) -> int:
@@ -254,7 +253,6 @@ class Exchange:
             self._tiles,
             *geometry_of(plan),
             self._set_nbytes,
-            self._flags_at,
             self._rank,
             1.0 if factor is None else factor,
             self._limit,
@@ -299,5 +297,4 @@ def _variant(
         SCALE=driver.scale,
         RANKS=ranks,
         SIZE=triton.next_power_of_2(ranks),
-        TOGETHER=2 if ranks % 2 == 0 else 1,
     )
