@@ -31,6 +31,26 @@ def splits_of(name: str, splits: Sequence[int], ranks: int) -> list[int]:
     return found
 
 
+def shares_of(
+    name: str, given: Sequence[int] | None, what: str, shape: Sequence[int], ranks: int, here: str
+) -> list[int]:
+    """The rows of every rank in the tensor `what`, by the argument called `name`; `here` is who."""
+    rows = shape[0] if len(shape) else 1
+    if not given:
+        if rows % ranks:
+            raise ValueError(
+                f"{what} has {rows} rows on {here}; allowed without {name}: a multiple of {ranks}"
+            )
+        return [rows // ranks] * ranks
+    found = [integer(f"an entry of {name}", n) for n in given]
+    if len(found) != ranks or min(found) < 0 or sum(found) != rows:
+        raise ValueError(
+            f"{name} is {found} on {here}, {what} has {rows} rows; needed: {ranks} numbers >= 0 "
+            "that add up to these"
+        )
+    return found
+
+
 def peer_of(name: str, peer: int, ranks: int, other_than: int | None = None) -> int:
     """The argument called `name`: the number of a rank, of another one than `other_than`."""
     peer = integer(name, peer)

@@ -65,10 +65,16 @@ def compared(
     strange = [i for i, digest in enumerate(digests) if seals[i] != sealed(digest, said[i])]
     if strange:
         told = {i if source is None else source: text_on(host[i]) for i in strange}
-        detail = f"ranks {list(told)} {what}{note}"
+        parts = []
+        if call.splits is not None and told.pop(call.rank, None) is not None:
+            parts.append(f"rank {call.rank} sends itself another number of rows than it expects")
+        if told:
+            splits = "" if call.splits is None else ", or splits that do not fit"
+            parts.append(f"ranks {list(told)} {what}{splits}{note}")
         if what == _OTHER_CALL:
-            texts = [f"; rank {rank}: {text}" for rank, text in told.items() if text]
-            detail += f"{''.join(texts)}; here: {call.text}"
+            parts += [f"rank {rank}: {text}" for rank, text in told.items() if text]
+            parts.append(f"here: {call.text}")
+        detail = "; ".join(parts)
         raise call.failure(stage, detail)
     call.compared = True
     return host

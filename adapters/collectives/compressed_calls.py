@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -137,7 +138,7 @@ class CompressedCalls:
         Raises:
             CollectiveError: On a GPU, as the work does on the CPU.
         """
-        number = self.policy.number(call.op, call.dtype, call.nbytes, group)
+        number, run = self.way(call, group)
         if number is None:
             return None
         rule = self.policy.rules[number]
@@ -154,7 +155,24 @@ class CompressedCalls:
                         raise
 
                 found = self._channels[number, call.device] = _Channel(communicator, call.device)
-        return found.run(call, rule.wire)
+        return found.run(replace(call, run=run), rule.wire)
+
+    def way(self, call: GroupCall, group: str) -> tuple[int | None, Any]:
+        """The rule of a call, None if it is not compressed, and what makes it then.
+
+        Args:
+            call: The call.
+            group: Description of the group.
+
+        Returns:
+            The number of the rule, and ``run`` or ``run_splits`` of the call.
+        """
+        if call.run_splits is not None and call.device.type == "cpu":
+            equal, unequal = self.policy.all_to_alls(call.dtype, group)
+            if equal is not None and equal == unequal:
+                # Other ranks may give splits, whose rule does not ask for sizes.
+                return equal, call.run_splits
+        return self.policy.number(call.op, call.dtype, call.nbytes, group), call.run
 
     def close(self) -> None:
         """End all connections, once the calls under way are over."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .arguments import shares_of
 from .communicator import Communicator
 from .sums import Op
 
@@ -32,6 +33,7 @@ class GroupCall:
         nbytes: Bytes of this rank's input.
         result: What the future of its work holds.
         run: Makes it; ``wire`` is what the rule says, for sums.
+        run_splits: Of an all-to-all without splits: makes it as one with equal splits.
     """
 
     op: str
@@ -39,6 +41,7 @@ class GroupCall:
     nbytes: int
     result: Any
     run: Callable[[Communicator, str | None], None] = field(repr=False)
+    run_splits: Callable[[Communicator, str | None], None] | None = field(default=None, repr=False)
 
     @property
     def dtype(self) -> str:
@@ -167,28 +170,33 @@ def all_to_all(
     if found is None or not _alike(found):
         return None
     out, flat = found
-    if not len(out_splits) and not len(in_splits):
+    equal = not len(out_splits) and not len(in_splits)
+    if equal:
         if out.numel() != flat.numel():
             return None
-
-        def run(comm: Communicator, wire: str | None) -> None:
-            comm.all_to_all(flat, out)
-
-        return GroupCall("all_to_all", [flat, out], _nbytes([flat]), output, run)
-    if not output.dim() or output.shape[1:] != x.shape[1:]:
+    elif not output.dim() or output.shape[1:] != x.shape[1:]:
         return None
     width = math.prod(x.shape[1:])
 
+    def run(comm: Communicator, wire: str | None) -> None:
+        comm.all_to_all(flat, out)
+
     def run_splits(comm: Communicator, wire: str | None) -> None:
-        inward = [n * width for n in out_splits] or _equal(out, comm)
-        outward = [n * width for n in in_splits] or _equal(flat, comm)
+        here = f"rank {comm.rank} of {comm.name!r}"
+        each = flat.numel() // comm.world_size
+        splits = []
+        for name, given, what, tensor in (
+            ("input_split_sizes", in_splits, "input", x),
+            ("output_split_sizes", out_splits, "output", output),
+        ):
+            rows = shares_of(name, given, what, tensor.shape, comm.world_size, here)
+            splits.append([n * width for n in rows])
+        outward, inward = [[each] * comm.world_size] * 2 if equal else splits
         comm.all_to_all(flat, out, send_splits=outward, receive_splits=inward)
 
-    return GroupCall("all_to_all_v", [flat, out], _nbytes([flat]), output, run_splits)
-
-
-def _equal(x: Any, comm: Communicator) -> list[int]:
-    return [x.numel() // comm.world_size] * comm.world_size
+    op = "all_to_all" if equal else "all_to_all_v"
+    make = run if equal else run_splits
+    return GroupCall(op, [flat, out], _nbytes([flat]), output, make, run_splits if equal else None)
 
 
 def _scatter(comm: Communicator, x: Any, out: Any, op: Op, wire: str | None) -> None:

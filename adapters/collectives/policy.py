@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -42,7 +43,9 @@ class Rule:
     Args:
         codec: A codec or its name; None: such calls are not compressed.
         ops: Names of ``OPS``. Empty: all except ``"all_to_all_v"`` (all-to-alls with lists of
-            splits), whose rule is for all sizes. A rule that loses anything must name its calls.
+            splits), whose rule is for all sizes; on the CPU that of ``"all_to_all"`` too, if it
+            names both: ranks may then differ in whether they give splits. A rule that loses
+            anything must name its calls.
         dtypes: Names of dtypes. Empty: all that the codec compresses.
         groups: Patterns of group descriptions, as in file names. ``"default_pg"`` is the default
             group, ``"mesh_dp"`` the dimension ``"dp"`` of a DeviceMesh; other groups have the
@@ -209,6 +212,21 @@ class Policy:
             if rule.applies(op, dtype, nbytes, group):
                 return None if rule.codec is None else number
         return None
+
+    def all_to_alls(self, dtype: str, group: str) -> tuple[int | None, int | None]:
+        """Find the rules of all-to-alls of any size, without splits and with splits.
+
+        Args:
+            dtype: Name of the dtype.
+            group: Description of the group.
+
+        Returns:
+            The number of each, or None if such calls are not compressed.
+        """
+        return (
+            self.number("all_to_all", dtype, sys.maxsize, group),
+            self.number("all_to_all_v", dtype, 0, group),
+        )
 
 
 def _rule(entry: Any) -> Rule:

@@ -41,6 +41,7 @@ from torch.autograd.function import once_differentiable
 from ...codec import Codec
 from ...planning import integer
 from ..collectives import tensors
+from ..collectives.arguments import shares_of
 from ..collectives.calls import TraceRecord
 from ..collectives.nodes import AnyCommunicator
 from ..transports.peer import PeerMemory
@@ -179,8 +180,10 @@ class AllToAll(Closing):
 
         Args:
             output: Contiguous, of the dtype of ``input``: rows from rank 0 first.
-            input: Rows for rank 0 first.
-            output_split_sizes: Rows from each rank. None: equal shares.
+            input: Rows for rank 0 first. It needs a gradient on all ranks or on none: nothing
+                compares that, and ranks that need one wait in backward for those that do not.
+            output_split_sizes: Rows from each rank. None: equal shares. On a GPU all ranks give
+                splits, or none does.
             input_split_sizes: Rows for each rank. None: equal shares.
             group: The group that this object was made of, or None.
             async_op: Return a Work, which is done.
@@ -194,11 +197,13 @@ class AllToAll(Closing):
         """
         if group is not None and group is not self._group:
             raise ValueError(f"group is {group}; allowed: that of this object, or None")
-        given = output_split_sizes, input_split_sizes
-        # An empty list stands for none in PyTorch.
-        equal = not any(given)
-        sends = self._splits("input_split_sizes", input_split_sizes, "input", input)
-        receives = self._splits("output_split_sizes", output_split_sizes, "output", output)
+        splits = output_split_sizes, input_split_sizes
+        # On the host calls with splits are as cheap, and other ranks may give some. An empty list
+        # stands for none in PyTorch.
+        equal = input.device.type != "cpu" and not any(splits)
+        ranks, here = self.world_size, self._here
+        sends = shares_of("input_split_sizes", splits[1], "input", input.shape, ranks, here)
+        receives = shares_of("output_split_sizes", splits[0], "output", output.shape, ranks, here)
         there = {} if equal else {"send_splits": sends, "receive_splits": receives}
         back = {} if equal else {"send_splits": receives, "receive_splits": sends}
 
@@ -218,24 +223,6 @@ class AllToAll(Closing):
             done.set_result(output)
             return finished(done, async_op)
         return output
-
-    def _splits(self, name: str, given: Sequence[int] | None, what: str, x: Any) -> list[int]:
-        """The rows of every rank; ValueError if they do not add up to those of `x`."""
-        rows, ranks = x.shape[0] if x.dim() else 1, self.world_size
-        if not given:
-            if rows % ranks:
-                raise ValueError(
-                    f"{what} has {rows} rows on {self._here}; allowed without {name}: a multiple "
-                    f"of {ranks}"
-                )
-            return [rows // ranks] * ranks
-        found = [integer(f"an entry of {name}", n) for n in given]
-        if len(found) != ranks or min(found) < 0 or sum(found) != rows:
-            raise ValueError(
-                f"{name} is {found} on {self._here}, {what} has {rows} rows; needed: {ranks} "
-                "numbers >= 0 that add up to these"
-            )
-        return found
 
     @property
     def _here(self) -> str:

@@ -341,10 +341,33 @@ def test_splits_that_do_not_fit() -> None:
     def task(transport: ThreadTransport) -> None:
         parallel = moe.AllToAll(tw.Communicator(transport))
         outs = 3 if parallel.rank else 2
-        with pytest.raises(tw.CollectiveError, match=r"ranks \[.*\] make another call"):
+        with pytest.raises(tw.CollectiveError) as caught:
             parallel.all_to_all_single(torch.zeros(outs + 1, 2), x[:4], [1, outs], [3, 1])
+        own = f"rank {parallel.rank} sends itself another number of rows than it expects; "
+        assert caught.value.detail.startswith(own)
+        # Rank 1 sends 3 rows to rank 0, which expects 2.
+        others = "ranks [1] make another call, or one with another dtype or shape, or splits that"
+        assert (others in caught.value.detail) == (parallel.rank == 0)
 
     run_ranks(2, task)
+
+
+@pytest.mark.parametrize("codec", ["zipccl", "mx", "raw"])
+@pytest.mark.parametrize("options", [{}, {"sizes": "between"}, {"algorithm": "auto"}], ids=str)
+def test_ranks_may_differ_in_whether_they_give_splits(codec: str, options: Any) -> None:
+    def task(transport: ThreadTransport) -> None:
+        parallel = moe.AllToAll(tw.Communicator(transport, codec, **options))
+        x = torch.arange(6 * 64.0).view(6, 64).requires_grad_()
+        output = torch.empty(6, 64)
+        splits = ([2] * 3, [2] * 3) if parallel.rank == 1 else ()
+        parallel.all_to_all_single(output, x, *splits)
+        own = x.detach()[2 * parallel.rank :][:2]
+        for i, part in enumerate(output.detach().split(2)):
+            assert tw.error(own, part).vnmse < 4e-3 if codec == "mx" else torch.equal(part, own), i
+        output.sum().backward()
+        assert x.grad.eq(1).all()
+
+    run_ranks(3, task, timeout=20)
 
 
 # Bad input and faults.

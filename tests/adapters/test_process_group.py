@@ -407,6 +407,34 @@ def gone(device: Any) -> None:
     leave("null")
 
 
+def all_to_alls(device: Any) -> str:
+    """Some ranks give splits, and others none, by a rule for both; what wrong splits raise."""
+    me = dist.get_rank()
+    x = tensor(me, 12_000).view(6000, 2)
+    splits = ([3000] * 2, [3000] * 2)
+    both = ("all_to_all", "all_to_all_v")
+    wanted = torch.cat([tensor(rank, 12_000).view(6000, 2).chunk(2)[me] for rank in range(2)])
+    for least in (LEAST, 1 << 20):
+        group = dist.new_group(pg_options=[Rule(min_bytes=least, ops=both)])
+        for culprit in range(2):
+            with compressed(group, 1):
+                out = torch.full_like(x, torch.nan)
+                dist.all_to_all_single(out, x, *splits[: 2 * (me == culprit)], group=group)
+                assert torch.equal(out, wanted)
+    with pytest.raises(ValueError, match="input_split_sizes") as wrong:
+        dist.all_to_all_single(torch.empty_like(x), x, [3000] * 2, [3000, 3001], group=group)
+    return str(wrong.value)
+
+
+@pytest.mark.slow
+def test_ranks_that_differ_in_whether_they_give_splits(tmp_path: Path) -> None:
+    for rank, wrong in enumerate(launch(__file__, "all_to_alls", 2, tmp_path)):
+        assert wrong == (
+            f"input_split_sizes is [3000, 3001] on rank {rank} of 'undefined, rule 0', input has "
+            "6000 rows; needed: 2 numbers >= 0 that add up to these"
+        )
+
+
 @pytest.mark.slow
 def test_functions_of_torch_distributed(tmp_path: Path) -> None:
     for differ, first, second in launch(__file__, "calls", 4, tmp_path):
@@ -437,5 +465,5 @@ def test_a_rank_that_is_gone_is_told_of(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    tasks = {"calls": calls, "first_calls": first_calls, "training": training, "gone": gone}
-    join(tasks, sys.argv[1:], backend="tightwire")
+    tasks = (calls, first_calls, training, gone, all_to_alls)
+    join({task.__name__: task for task in tasks}, sys.argv[1:], backend="tightwire")

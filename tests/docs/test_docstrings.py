@@ -113,6 +113,7 @@ RAISES_NOTHING = {
     "adapters.transports.torch_dist:TorchDist.cut",
     "adapters.transports.torch_dist:TorchDist.tellings",
     "adapters.collectives.nodes:NodeCommunicator.refusal",
+    "adapters.collectives.policy:Policy.all_to_alls",
     "adapters.collectives.policy:Policy.number",
     "adapters.collectives.policy:Rule.applies",
     "adapters.collectives.process_group:TightwireGroup.shutdown",
