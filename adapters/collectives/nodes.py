@@ -28,8 +28,9 @@ from .auto_scale import Scaling
 from .calls import Call, TraceRecord, newest
 from .chunk_views import split
 from .communicator import Communicator
+from .node_steps import Levels, Steps, compared_splits, in_whole, record
 from .point_to_point import exchange
-from .session import Session, Topology
+from .session import Topology
 from .sums import OPS, Op, divided, wire_dtype
 from .tensors import as_input, as_output, as_result
 
@@ -63,8 +64,8 @@ class NodeCommunicator:
     the terms of sums by it, and send everything else as it is.
 
     **Failure.** What fails after anything was sent makes this rank refuse later calls, unless it
-    was the last step and that communicator can be used on. Errors name the rank of the whole, the
-    level, and the node or number.
+    was the last step and that communicator can be used on. Errors number ranks as the whole does,
+    and name the level, and the node or number.
 
     Source: SDP4Bit (NeurIPS 2024), two-level gradient quantization, is a case of it, with 8 bits
     within and 4 bits between; DynamiQ, section 2.1, on sums between nodes.
@@ -102,6 +103,7 @@ class NodeCommunicator:
         self._locals, self._nodes = within.world_size, between.world_size
         self._size = self._locals * self._nodes
         self._rank = between.rank * self._locals + within.rank
+        self._levels = Levels(within, between)
         self._sequence = 0
         self._broken: str | None = None
         self._records: deque[TraceRecord] = deque(maxlen=between.session.records.maxlen)
@@ -249,14 +251,16 @@ class NodeCommunicator:
         Args:
             x: As in ``Communicator.all_to_all``.
             out: As there.
-            send_splits: As there. The ranks of a node exchange theirs first, on the host.
-            receive_splits: As there. Between nodes their sums over a node are compared.
+            send_splits: As there, on all ranks or on none. All ranks exchange theirs first, and the
+                host waits for them.
+            receive_splits: As there. They are compared with what the others send.
 
         Returns:
             As there.
 
         Raises:
-            CollectiveError: If anything goes wrong after data were sent.
+            CollectiveError: On all ranks, naming those whose splits differ; they can go on then.
+                Also if anything goes wrong after data were sent.
             TypeError: If ``x`` or ``out`` is not an array that the transport moves.
             ValueError: If rows cannot be divided equally, splits do not add up, or ``out`` does not
                 fit.
@@ -500,8 +504,8 @@ class NodeCommunicator:
         Raises:
             RuntimeError: If they were damaged, or the network fails.
         """
-        column = self.between.session.gather_plain(mine)
-        table = self.within.session.gather_plain(column.reshape(-1))
+        column = self._levels.gathered(self.between, mine)
+        table = self._levels.gathered(self.within, column.reshape(-1))
         shares = table.reshape(self._locals, self._nodes, mine.size)
         return np.ascontiguousarray(shares.swapaxes(0, 1)).reshape(self._size, mine.size)
 
@@ -555,10 +559,13 @@ class NodeCommunicator:
     def _swap(self, steps: Steps, x: Any, outward: Sequence[int], inward: Sequence[int]) -> Any:
         """An all-to-all of unequal shares, rows of `x`."""
         nodes, ranks, me = self._nodes, self._locals, self.within.rank
+        splits = np.array([outward, inward], np.int64).reshape(-1)
+        mine = steps.at(self.between).all_gather(tensors.on_device(splits, tensors.device_of(x)))
+        told = np.array(self._plain(steps, "all_gather", mine).tolist(), np.int64)
+        sends = compared_splits(steps, told.reshape(ranks, nodes, 2, self._size))
         # What the ranks of this node send, by node and number of the receiver.
-        mine = tensors.on_device(np.array(outward, np.int64), tensors.device_of(x))
-        told = self._plain(steps, "all_gather", mine)
-        table = np.array(told.tolist(), np.int64).reshape(ranks, nodes, ranks)
+        first = self.between.rank * ranks
+        table = sends[first : first + ranks].reshape(ranks, nodes, ranks)
         parts = split(x, outward)
         by_number = [parts[m * ranks + n] for n in range(ranks) for m in range(nodes)]
         here = table[:, :, me]
@@ -649,13 +656,16 @@ class NodeCommunicator:
         try:
             yield steps
         except BaseException as caught:
-            error = str(caught)
+            told = caught
+            if isinstance(caught, CollectiveError) and caught is not steps.error and steps.comm:
+                told = self._error(caught, collective, sequence, steps.comm)
+            error = str(told)
             refused = steps.taken < 2 and isinstance(caught, TypeError | ValueError)
             in_step = steps.last and steps.comm is not None and steps.comm.refusal("") is None
             if not (refused or in_step):
                 self._broken = error
-            if isinstance(caught, CollectiveError) and caught is not steps.error and steps.comm:
-                raise self._error(caught, collective, sequence, steps.comm) from caught
+            if told is not caught:
+                raise told from caught
             raise
         finally:
             near, far = (
@@ -667,20 +677,15 @@ class NodeCommunicator:
                     found[-1:] * (steps.comm is comm)
                     for found, comm in zip((near, far), levels, strict=True)
                 )
-            self._records.append(_record(collective, sequence, near, far, error))
+            self._records.append(record(collective, sequence, near, far, error))
 
     def _error(
         self, error: CollectiveError, collective: str, sequence: int, comm: Communicator
     ) -> CollectiveError:
         """`error` of a level, as one of the whole."""
-        where = f"within node {self.between.rank}"
-        if comm is self.between:
-            where = f"between nodes, ranks of number {self.within.rank}"
-        named = f" of {comm.name}" if comm.name else ""
-        detail = f"{where}{named}: {error.collective} #{error.sequence} of rank {error.rank} there"
-        return CollectiveError(
-            self._rank, collective, sequence, error.stage, f"{detail}: {error.detail}"
-        )
+        told = in_whole(error.detail, self._levels.numbers(comm))
+        detail = f"{self._levels.name(comm)}: {error.collective} #{error.sequence}: {told}"
+        return CollectiveError(self._rank, collective, sequence, error.stage, detail)
 
     def _check_grid(self) -> None:
         """Raise CollectiveError if the ranks of all nodes are not a grid.
@@ -694,7 +699,7 @@ class NodeCommunicator:
         problem = ""
         with call.stage("agree"):
             mine = np.array([outer.rank, outer.size, digest])
-            rows = _gathered(inner, mine)
+            rows = self._levels.words(self.within, mine)
             if (rows[:, :2] != mine[:2]).any():
                 places = [tuple(row) for row in rows[:, :2].tolist()]
                 problem = (
@@ -705,7 +710,7 @@ class NodeCommunicator:
                 others = np.flatnonzero(rows[:, 2] != digest).tolist()
                 problem = f"numbers {others} of this node have another codec between nodes: {codec}"
             mine = np.array([inner.rank, inner.size, bool(problem)])
-            rows = _gathered(outer, mine)
+            rows = self._levels.words(self.between, mine)
             if (rows[:, :2] != mine[:2]).any():
                 places = [tuple(row) for row in rows[:, :2].tolist()]
                 problem = problem or (
@@ -715,7 +720,7 @@ class NodeCommunicator:
             nodes = np.flatnonzero(rows[:, 2]).tolist()
             if nodes and not problem:
                 problem = f"the ranks of nodes {nodes} do not fit: see their errors"
-            known = _gathered(inner, np.array([bool(problem)]))[:, 0]
+            known = self._levels.words(self.within, np.array([bool(problem)]))[:, 0]
         if known.any():
             others = np.flatnonzero(known).tolist()
             problem = problem or f"numbers {others} of this node do not fit: see their errors"
@@ -725,57 +730,6 @@ class NodeCommunicator:
 
 #: What hooks take.
 AnyCommunicator = Communicator | NodeCommunicator
-
-
-class Steps:
-    """The steps of one call: which communicator makes the last one that was begun."""
-
-    def __init__(self, rank: int, collective: str, sequence: int) -> None:
-        self._place = rank, collective, sequence
-        #: What `failure` has made.
-        self.error: CollectiveError | None = None
-        self.comm: Communicator | None = None
-        self.taken = 0
-        #: Nothing is left to do after it.
-        self.last = False
-
-    def at(self, comm: Communicator, *, last: bool = False) -> Communicator:
-        """`comm`, for the next step."""
-        self.comm, self.last = comm, last
-        self.taken += 1
-        return comm
-
-    def failure(self, stage: str, detail: str) -> CollectiveError:
-        """The error of the call at a stage, for all ranks and not of a level."""
-        self.error = CollectiveError(*self._place, stage, detail)
-        return self.error
-
-
-def _record(
-    collective: str,
-    sequence: int,
-    near: Sequence[TraceRecord],
-    far: Sequence[TraceRecord],
-    error: str | None,
-) -> TraceRecord:
-    """The record of a call of whose steps these are within the node and between nodes."""
-    seconds: dict[str, float] = {}
-    for record in near:
-        seconds["within"] = seconds.get("within", 0.0) + sum(record.seconds.values())
-    for record in far:
-        for stage, spent in record.seconds.items():
-            seconds[stage] = seconds.get(stage, 0.0) + spent
-    inner, outer = ([r.algorithm for r in records][-1:] for records in (near, far))
-    return TraceRecord(
-        collective,
-        sequence,
-        f"within nodes: {(inner or ['nothing'])[0]}; between: {(outer or ['nothing'])[0]}",
-        "; ".join(record.reason for record in far[-1:]),
-        sum(record.raw_bytes for record in far),
-        sum(record.wire_bytes for record in far),
-        seconds,
-        error,
-    )
 
 
 def _turned(x: Any, rows: int, columns: int) -> Any:
@@ -791,8 +745,3 @@ def _joined(parts: Sequence[Any], like: Any) -> Any:
     for into, part in zip(split(found, [part.shape[0] for part in parts]), parts, strict=True):
         tensors.put(into, part)
     return found
-
-
-def _gathered(session: Session, words: Any) -> Any:
-    """`words`, int64, of all ranks of a session, a row for each."""
-    return session.gather_plain(words.astype(np.int64).view(np.uint8)).view(np.int64)

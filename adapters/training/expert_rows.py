@@ -23,7 +23,8 @@ from ...planning import device_many
 from ..collectives import running, tensors
 from ..collectives.agreement import agree
 from ..collectives.calls import Call
-from ..collectives.nodes import NodeCommunicator, Steps
+from ..collectives.node_steps import Steps
+from ..collectives.nodes import NodeCommunicator
 from ..collectives.row_exchange import (
     ANOTHER_CALL,
     NAME,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,6 +279,35 @@ def test_a_bad_routing_is_an_error_of_all_ranks(culprit: int) -> None:
     run_grid(2, 2, task)
 
 
+def test_splits_of_all_to_all_single_that_differ() -> None:
+    """Also where each node sends as many rows as the other expects."""
+
+    def task(within: ThreadTransport, between: ThreadTransport) -> None:
+        parallel = moe.AllToAll(nodes_of(within, between))
+        sends = {0: [2, 2, 1, 3], 1: [2, 2, 3, 1]}.get(parallel.rank, [2] * 4)
+        x, output = torch.ones(8, 1, requires_grad=True), torch.empty(8, 1)
+        with pytest.raises(tw.CollectiveError, match="rank 1 sends 3 rows to rank 2, which exp"):
+            parallel.all_to_all_single(output, x, [2] * 4, sends)
+        parallel.all_to_all_single(output, x, [2] * 4, [2] * 4)
+
+    run_grid(2, 2, task, timeout=20)
+
+
+def test_ranks_may_differ_in_whether_they_give_splits() -> None:
+    def task(within: ThreadTransport, between: ThreadTransport) -> None:
+        parallel = moe.AllToAll(nodes_of(within, between))
+        x = torch.arange(8.0)[:, None].requires_grad_()
+        output = torch.empty(8, 1)
+        splits = ([2] * 4, [2] * 4) if parallel.rank in (1, 2) else ()
+        parallel.all_to_all_single(output, x, *splits)
+        own = [2.0 * parallel.rank, 2.0 * parallel.rank + 1]
+        assert output.flatten().tolist() == own * 4
+        output.sum().backward()
+        assert x.grad.eq(1).all()
+
+    run_grid(2, 2, task, timeout=20)
+
+
 @pytest.mark.parametrize("culprit", [0, 3])
 def test_other_rows_are_an_error_of_all_ranks_at_once(culprit: int) -> None:
     def task(within: ThreadTransport, between: ThreadTransport) -> None:
@@ -374,6 +406,38 @@ def everything(device: Any) -> dict[str, Any]:
     return result
 
 
+def gone(device: Any) -> None:
+    """Rank 1 leaves: what others are told is in numbers of the whole."""
+    parallel = moe.connect(8, "raw", "raw", node=2)
+    x, logits = tokens(dist.get_rank(), 8, torch.float32, 9)
+    routing = moe.route(logits.detach(), 2)
+    parallel.dispatch(x, routing)
+    rank = parallel.rank
+    if rank != 1:
+        with pytest.raises(tw.CollectiveError) as caught:
+            parallel.dispatch(x, routing)
+        assert caught.value.rank == rank
+        where, partner = {
+            0: ("within node 0", 1),
+            2: ("within node 1", 3),
+            3: ("between nodes, ranks of number 1", 1),
+        }[rank]
+        detail = caught.value.detail
+        assert detail.startswith(f"{where} of moe.connect, forward: row_counts #"), detail
+        assert re.search(rf"ranks \[{partner}\] have not noticed|all ranks have failed", detail)
+    # The store is rank 0's: it leaves last.
+    leave = Path(sys.argv[-1])
+    leave.write_text("null")
+    if rank == 0:
+        time.sleep(5)
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_gone_is_named_as_the_whole_does(tmp_path: Path) -> None:
+    launch(__file__, "gone", 4, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes(size: int, tmp_path: Path) -> None:
@@ -391,4 +455,4 @@ def test_processes(size: int, tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    join({"everything": everything}, sys.argv[1:])
+    join({"everything": everything, "gone": gone}, sys.argv[1:])

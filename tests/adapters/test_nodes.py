@@ -18,6 +18,7 @@ import tightwire as tw
 from processes import join, launch
 from ranks import Counted, NodeRanks, check_calls, nodes_of
 from tightwire.adapters.collectives.auto_scale import AutoScale
+from tightwire.adapters.collectives.node_steps import in_whole
 from tightwire.adapters.collectives.session import Topology
 from tightwire.adapters.errors import CollectiveError
 from tightwire.adapters.transports.threads import ThreadTransport, connect, run_grid, run_ranks
@@ -387,14 +388,16 @@ def test_failures_name_the_level(level: int) -> None:
             assert (error.rank, error.collective, error.stage) == (2, "reduce_scatter", "decode")
             assert "checksum_mismatch" in error.detail
             where = ["within node 1", "between nodes, ranks of number 0"][level]
-            assert error.detail.startswith(f"{where}: reduce_scatter #0 of rank {level}")
+            assert error.detail.startswith(f"{where}: reduce_scatter #0: ")
+            # In numbers of the whole.
+            assert f"(from rank {[3, 0][level]})" in error.detail
             assert comm.trace()[-1].error is not None
             damaged.on = False
             if level == 1:
                 # It had been the last step: all are in step.
                 assert comm.all_reduce(x).shape == x.shape
                 return None
-            with pytest.raises(CollectiveError, match="an earlier call has failed: rank 0: reduce"):
+            with pytest.raises(CollectiveError, match="an earlier call has failed: rank 2: reduce"):
                 comm.all_gather(x)
             comm.close()
             return None
@@ -407,6 +410,98 @@ def test_failures_name_the_level(level: int) -> None:
                 comm.reduce_scatter(x)
         comm.close()
         return None
+
+    run_grid(2, 2, task)
+
+
+#: What ranks send to which, and expect, where all others have 2; and what all ranks are told.
+DIFFERING = [
+    ({0: [1, 3, 2, 2]}, {0: [1, 2, 2, 2]}, ["rank 0 sends 3 rows to rank 1, which expects 2"]),
+    (
+        {0: [2, 2, 1, 3], 1: [2, 2, 3, 1]},
+        {},
+        [
+            "rank 0 sends 1 rows to rank 2, which expects 2",
+            "rank 0 sends 3 rows to rank 3, which expects 2",
+            "rank 1 sends 3 rows to rank 2, which expects 2",
+            "rank 1 sends 1 rows to rank 3, which expects 2",
+        ],
+    ),
+    ({}, {3: [2, 3, 2, 2]}, ["rank 1 sends 2 rows to rank 3, which expects 3"]),
+    ({2: [2, 2, 3, 1]}, {3: [2, 2, 1, 2]}, ["rank 2 sends 3 rows to rank 2, which expects 2"]),
+]
+
+
+@pytest.mark.parametrize(("sends", "receives", "told"), DIFFERING)
+@pytest.mark.parametrize("codec", ["zipccl", "mx"])
+def test_splits_that_differ(
+    sends: dict[int, list[int]], receives: dict[int, list[int]], told: list[str], codec: str
+) -> None:
+    """All ranks are told of all, also where sums over a node agree, and can go on."""
+
+    def task(within: ThreadTransport, between: ThreadTransport) -> None:
+        comm = nodes_of(within, between, codec)
+        x = normal(comm.rank, (8, 3))
+        there, here = (table.get(comm.rank, [2] * 4) for table in (sends, receives))
+        with pytest.raises(CollectiveError) as caught:
+            comm.all_to_all(x, send_splits=there, receive_splits=here)
+        error = caught.value
+        assert (error.rank, error.collective, error.stage) == (comm.rank, "all_to_all", "splits")
+        assert error.detail == f"splits differ: {'; '.join(told)}"
+        assert comm.trace()[-1].error is not None
+        assert comm.all_reduce(x).shape == x.shape
+
+    run_grid(2, 2, task, timeout=20)
+
+
+def test_many_splits_that_differ() -> None:
+    def task(within: ThreadTransport, between: ThreadTransport) -> None:
+        comm = nodes_of(within, between)
+        x, splits = np.ones((8, 3), np.float32), [2] * 4
+        with pytest.raises(CollectiveError, match=r"rank 3, which expects 3; 8 more pairs$"):
+            comm.all_to_all(x, send_splits=splits, receive_splits=[3] * 4)
+
+    run_grid(2, 2, task, timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("ranks [0, 1] make another call; rank 1: float32", "ranks [4, 7] make; rank 7: float32"),
+        ("damaged (hop 1, from rank 0)", "damaged (hop 1, from rank 4)"),
+        ("closed; rank 1 gave up: rank 0: all_reduce #3", "closed; rank 7 gave up: rank 0: "),
+        ("ranks [0]; here also: rank 1, send #2", "ranks [4]; here also: rank 1, send #2"),
+        ("ranks differ: ranks [1]: x has 3 rows", "ranks differ: ranks [7]: x has 3 rows"),
+        ("rank 12 of another program", "rank 12 of another program"),
+    ],
+)
+def test_errors_are_in_numbers_of_the_whole(text: str, wanted: str) -> None:
+    found = in_whole(text, [4, 7])
+    assert found.replace("make another call", "make").startswith(wanted)
+
+
+def test_a_network_error_of_a_level_names_ranks_of_the_whole() -> None:
+    """The second node has lost its rank 3: rank 2 is told, and none of node 0 is blamed."""
+
+    class Lost(ThreadTransport):
+        lost = False
+
+        def all_gather(self, out: Any, x: Any) -> None:
+            if self.lost:
+                raise RuntimeError(f"ranks [{1 - self.rank}] have not noticed: stopped")
+            super().all_gather(out, x)
+
+    def task(*inner: ThreadTransport) -> None:
+        within, between = (Lost(t.rank, t._pipes, 10.0) for t in inner)
+        comm = nodes_of(within, between)
+        within.lost = True
+        other = comm.rank ^ 1
+        told = rf"ranks \[{other}\] have not noticed"
+        with pytest.raises(RuntimeError, match=f"within node .: {told}"):
+            comm.gather_plain(np.zeros(8, np.uint8))
+        with pytest.raises(CollectiveError, match=told) as caught:
+            comm.all_gather(np.ones(4, np.float32))
+        assert caught.value.detail.startswith(f"within node {comm.rank // 2}: all_gather #0: ")
 
     run_grid(2, 2, task)
 
