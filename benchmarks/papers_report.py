@@ -221,16 +221,21 @@ def ncclx(moe: Steps) -> list[Experiment]:
         for codec, asked in (("zipccl", "1.25 x padded, 1.15 x exact"), ("taco", "1.7 x"))
         for what, end in (("", ""), (", forward and backward", ", backward"))
     ]
-    train.append(
+    resident = [
         Experiment(
-            "the same exchange, 8,192 tokens, 2 experts of each, without a codec and without "
-            "waiting for the host (`connect_resident`)",
-            "not in the paper; asked 1.1 x over NVLink",
-            moe.speeds({NVLINK: "moe, resident, 8192 tokens, top 2"}, training),
-            "moe.jsonl: `resident`",
+            f"the same without waiting for the host (`connect_resident`), {what}{how}",
+            f"not in the paper; asked {asked} over NVLink",
+            moe.speeds({NVLINK: f"moe, resident{end}{graph}, 8192 tokens, top 2"}, training),
+            f"moe.jsonl: `resident{end}{graph}`",
         )
-    )
-    return [decode, *train]
+        for what, end, asked in (
+            ("without a codec", "", "1.1 x"),
+            ("with mx", ", mx", "1.4 x"),
+            ("with taco", ", taco", "1.4 x"),
+        )
+        for how, graph in (("", ""), (", in a CUDA graph", ", graph"))
+    ]
+    return [decode, *train, *resident]
 
 
 def tagc(folder: Path, steps: Steps) -> list[Experiment]:
