@@ -413,10 +413,11 @@ WHY = {
     "25 GB/s stands for a network. Our codes take .70 of bfloat16: an all-gather that the link "
     "bounds can be 1.43 times as fast at most.",
     "NCCLX": "Their step is a whole model's in a CUDA graph, over hosts, against two all-gathers "
-    "and a padded all-to-all; ours is dispatch and combine of one layer. Ours tells the host how "
-    "many rows come, and is not captured. Padding grows with ranks: two show the least of it. Over "
-    "NVLink the host is the limit; what is recorded there with taco, and the step with experts "
-    "above, is of 2026-11-27, before rows travelled in messages of learnt capacities.",
+    "and a padded all-to-all; ours is dispatch and combine of one layer, which but for "
+    "`connect_resident` tells the host how many rows come, and is not captured. Padding grows with "
+    "ranks: two show the least of it. Over NVLink the host is the limit; what is recorded there "
+    "with taco, and the step with experts above, is of 2026-11-27, before rows travelled in "
+    "messages of learnt capacities.",
     "TAGC": "Their model has 162 M parameters and trains for longer; ours has 1 M. They have two "
     "ranks and an index of 1 bit; we have four and an index that loses nothing. Why the gap stays "
     "with accumulation was not found out; what a rank holds back comes late, by about as many "

@@ -13,6 +13,7 @@ import triton.language as tl
 from ..formats.dtypes import DType
 from .common.base import Plan
 from .common.blocks_triton import (
+    EXCHANGING,
     SLOT,
     SUMMING,
     TILINGS,
@@ -130,6 +131,7 @@ def _driver(spec: Mx, measures: bool = False) -> Driver:
         TILINGS,
         load=read_slots,
         summing=SUMMING,
+        exchanging=EXCHANGING,
     )
 
 

@@ -54,9 +54,6 @@ Sizes = Literal["learnt", "exact"]
 SIZES: tuple[Sizes, ...] = get_args(Sizes)
 #: Bytes of a tensor up to which an all-reduce has every rank send all of it.
 ONE_SHOT_NBYTES = 256 << 10
-#: Up to which a one-shot one out of peers' memory is made in one launch, where that can be. In a
-#: larger one too many programs wait.
-ONE_LAUNCH_NBYTES = 16 << 20
 
 
 class PreparedCalls:
@@ -226,7 +223,7 @@ class PreparedCalls:
             nbytes = sum(part_of(x).nbytes for x in likes)
             few = nbytes <= ONE_SHOT_NBYTES or self.world_size <= 2
             one_shot = few if algorithm is None else algorithm == "one-shot"
-            if one_shot and nbytes <= ONE_LAUNCH_NBYTES and OneLaunch.fits(self, like, wire):
+            if one_shot and OneLaunch.fits(self, like, wire):
                 return OneLaunch(self, like, scale=scale)
             kind = OneShot if one_shot else AllReduce
             return kind(self, like, wire=wire, scale=scale)

@@ -32,6 +32,8 @@ _HALF_LEAST = tl.constexpr(1 << 22)  # 2^-127
 TILINGS = (Tiling(1024, 8), Tiling(512, 4), Tiling(256, 4))
 #: Of sums of several buffers: registers for all that is loaded of some of them.
 SUMMING = Tiling(256, 4, registers=112, together=4)
+#: Of a sum over GPUs, of which each tile waits for others.
+EXCHANGING = Tiling(512, 4, registers=128)
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,8 @@ class Driver(NamedTuple):
             has; or it is `x`.
         load: LOAD, or None.
         summing: Tiling of sums of several buffers, if it is one of its own; else that is `adding`.
+        exchanging: Tiling of exchange_triton, if it is one of its own; else that is `summing`, or
+            that of encoding sums.
     """
 
     pack: Callable[..., Any]
@@ -161,6 +163,7 @@ class Driver(NamedTuple):
     prepare: Callable[..., torch.Tensor] | None = None
     load: Callable[..., Any] | None = None
     summing: Tiling | None = None
+    exchanging: Tiling | None = None
 
     def encode(
         self,

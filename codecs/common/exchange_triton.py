@@ -204,7 +204,7 @@ class Exchange:
     ) -> None:
         self._driver, self._plan, self._device = driver, plan, device
         self._ranks, self._rank = ranks, rank
-        self._tiling = driver.summing or driver.tilings[2]
+        self._tiling = driver.exchanging or driver.summing or driver.tilings[2]
         self._tiles = driver.tiles(self._tiling, driver.extent(plan))
         self._programs = self._tiles * plan.chunks
         flags_nbytes = -(-ranks * self._programs * 8 // 128) * 128
