@@ -34,6 +34,21 @@ def param_groups(module: Any) -> list[Any]:
     return [] if fsdp._fsdp_param_group is None else [fsdp._fsdp_param_group]
 
 
+def gather_groups(module: Any) -> set[Any]:
+    """The process groups by which this rank gathers an FSDP module.
+
+    Args:
+        module: The FSDP module.
+
+    Returns:
+        The groups: with an integer as ``reshard_after_forward`` one for forward, and one for
+        backward.
+    """
+    groups = param_groups(module)
+    infos = [info for g in groups for info in (g.mesh_info, g.post_forward_mesh_info)]
+    return {info.shard_process_group for info in infos if info is not None}
+
+
 class Communication:
     """One kind of communication of an FSDP module: PyTorch's own, or a hook in its place.
 
@@ -224,7 +239,8 @@ class ModuleHooks:
     """The hooks of one FSDP module, which leave together when none of them is faster.
 
     Sums that may have to be made once more need gathers to tell steps apart, and gathers need sums
-    to be judged before backward returns.
+    to be judged before backward returns. A module that is gathered in several process groups stays:
+    each group measures for itself, and some ranks of a large one would leave without the others.
 
     Args:
         away: Where they go.
@@ -254,6 +270,8 @@ class ModuleHooks:
             group: The process group of the call.
             native: Whether it is.
         """
+        if len(gather_groups(self._module)) > 1:
+            return
         self._native[kind, group] = native
         if not native or not all(self._native.values()):
             return

@@ -32,6 +32,7 @@ from tightwire.adapters.training.leaving import (  # noqa: E402
     Communication,
     Counting,
     NativeBuckets,
+    gather_groups,
 )
 
 #: Calls after which hooks come back; a module takes two gathers a step.
@@ -44,6 +45,13 @@ class Says:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.native: dict[str, bool] = {"gather": True, "scatter": True, "bucket": True}
         self.asked: list[str] = []
+        #: What groups of two ranks find instead, the one of ranks 0 and 1 first.
+        self.pairs: tuple[bool, bool] | None = None
+
+        def of(kind: str, size: int) -> bool:
+            if self.pairs is None or size > 2:
+                return self.native[kind]
+            return self.pairs[dist.get_rank() // 2]
 
         def measured(switch: Faster, key: Any, native: Any, ours: Any, like: Any) -> bool:
             # Both ways are tried, as they are when they are timed.
@@ -52,12 +60,12 @@ class Says:
             found = "bucket" if isinstance(key[-1], int) else "scatter"
             found = "gather" if len(key) == 3 else found
             self.asked.append(found)
-            return self.native[found]
+            return of(found, switch._transport.world_size)
 
         def timed(comm: tw.Communicator, collective: str, *rest: Any) -> Measured:
             kind = {"all_gather": "gather", "reduce_scatter": "scatter"}[collective]
             self.asked.append(kind)
-            ours = 2.0 if self.native[kind] else 0.1
+            ours = 2.0 if of(kind, comm.world_size) else 0.1
             return Measured((1 << 10, 1 << 20), [[1e-3, ours * 1e-3, 1], [1, ours, 9]], 4, 0.5)
 
         patch.setattr(Faster, "_measured", measured)
@@ -408,37 +416,43 @@ def everything(device: Any) -> None:
 
 
 def several_groups(device: Any) -> None:
-    """Where FSDP gathers by half the ranks in backward, all groups are measured again."""
+    """Where FSDP gathers by half the ranks in backward hooks stay, as halves may differ."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with pytest.MonkeyPatch.context() as patch:
         says = Says(patch)
-        for options in AUTO:
+        for options, says.pairs in itertools.product(AUTO, ((True, False), (True, True))):
             says.native |= {"gather": False, "scatter": False}
             plain, model = make(mesh, reshard=2), make(mesh, reshard=2)
+            assert [len(gather_groups(m)) for _, m in fsdp.fsdp_modules(model)] == [2] * 3
+            for each in (plain, model):
+                # The outermost module has one group.
+                each.set_reshard_after_forward(True, recurse=False)
             with fsdp.compress(model, **options) as hooks:
+
+                def until(left: list[list[int]], model: Any = model, plain: Any = plain) -> None:
+                    """Steps until so many hooks have been set, one after the other."""
+                    for k, wanted in enumerate(left):
+                        steps = 0
+                        while ours(model) != wanted:
+                            assert alike(step(model, k), step(plain, k))
+                            steps += 1
+                            assert steps < 2 * AGAIN
+
                 step(model)
-                renewed: list[int] = []
                 for hook in hooks:
-                    renew = hook.away._renew
                     for group in getattr(hook, "switches", getattr(hook, "_channels", ())):
-                        # As if it had been away.
-                        renew(group)
-
-                    def noted(group: Any, renew: Any = renew, renewed: Any = renewed) -> None:
-                        renewed.append(group.size())
-                        renew(group)
-
-                    hook.away._renew = noted
+                        # As if hooks had been away.
+                        hook.away._renew(group)
                 says.native |= {"gather": True, "scatter": True}
-                steps = 0
-                while ours(model) != [0, 0]:
-                    assert alike(step(model, steps), step(plain, steps))
-                    steps += 1
-                    assert steps < 4
+                until([[2, 2], [3, 3], [2, 2]])
+                # Nothing that halves have found counts any more.
+                for each in (plain, model):
+                    each.set_reshard_after_forward(True)
+                until([[0, 0]])
                 assert same(step(model, 5), step(plain, 5))
                 says.native |= {"gather": False, "scatter": False}
-                until_back(model)
-                assert {2, 4} == set(renewed)
+                until([[3, 3]])
+                assert alike(step(model, 6), step(plain, 6))
 
 
 class FakeCommunication:
