@@ -176,13 +176,29 @@ def _copy(arguments: dict[str, Any]) -> PreparedDdpHook:
 
 
 def _copy_out(bucket: Any, parameters: list[Any]) -> None:
-    """Copy a bucket to gradients that have been copied out of it already."""
+    """Copy a bucket to gradients that have been copied out of it already.
+
+    It has them in the order of their parameters' memory; those of parameters with gaps or overlap
+    are contiguous.
+    """
     place, at = bucket.untyped_storage().data_ptr(), 0
     for p in parameters:
-        part = bucket[at : at + p.numel()].view(p.shape)
+        part = bucket[at : at + p.numel()]
+        part = part.as_strided(p.shape, p.stride()) if _is_dense(p) else part.view(p.shape)
         at += p.numel()
         if p.grad is not None and p.grad.untyped_storage().data_ptr() != place:
             p.grad.copy_(part)
+
+
+def _is_dense(x: Any) -> bool:
+    """Whether elements fill memory without gaps or overlap, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def prepared_ddp_hook(

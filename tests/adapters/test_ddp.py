@@ -292,6 +292,45 @@ def prepared(device: Any) -> dict[str, Any]:
     return found
 
 
+class Layouts(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Weights that lie in memory in another order of dimensions, and one with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        convs = [torch.nn.Conv2d(8, 8, 3, bias=False) for _ in range(2)]
+        self.convs = torch.nn.Sequential(*convs).to(memory_format=torch.channels_last)
+        self.last = torch.nn.Linear(8, 16)
+        self.last.weight = torch.nn.Parameter(torch.randn(16, 16)[:, ::2])
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.convs(x).mean((2, 3)))
+
+
+def layouts(device: Any) -> list[bool]:
+    """Gradients that were copied out of buckets are put right where they are."""
+    again = schedule()
+    Scheduled.small = True
+    found = []
+    for options in ({}, {"static_graph": True}):
+        again.clear()
+        plain, model = (
+            DistributedDataParallel(Layouts(), bucket_cap_mb=0.002, **options) for _ in range(2)
+        )
+        with ddp.register(model, route="network"):
+            for k in range(3):
+                torch.manual_seed(10 * k + dist.get_rank())
+                x = torch.randn(2, 8, 9, 9).to(memory_format=torch.channels_last)
+                for each in (plain, model):
+                    each.zero_grad()
+                    each(x).square().sum().backward()
+                for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                    assert p.grad.stride() == q.grad.stride()
+                    assert torch.allclose(p.grad, q.grad, rtol=1e-5), (options, k, name)
+        found.append(bool(again))
+    return found
+
+
 def joined(device: Any) -> None:
     """A rank that has no more data makes the calls of the others, also when all send again."""
     from tightwire.adapters.collectives import prepared_work
@@ -395,6 +434,33 @@ def test_prepared_calls_train_bit_for_bit(tmp_path: Path) -> None:
             pattern = case.rpartition("; ")[2]
             # The first bucket may be one of which nothing needs more.
             assert pattern == "the first" or bool(again) == (pattern != "none"), (case, again)
+
+
+@pytest.mark.slow
+def test_gradients_keep_their_order_in_memory(tmp_path: Path) -> None:
+    assert launch(__file__, "layouts", 2, tmp_path) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.empty(2, 4, 5),
+        torch.empty(2, 4, 5).permute(2, 0, 1),
+        torch.empty(2, 3, 2, 5).to(memory_format=torch.channels_last),
+        torch.empty(4, 1, 5)[:, :, :1],
+        torch.empty(4, 6)[:, :1].expand(4, 6),
+        torch.empty(4, 6)[:, ::2],
+        torch.empty(8)[1:],
+        torch.empty(5).as_strided((1, 5), (7, 1)),
+        torch.empty(()),
+        torch.empty(12).as_strided((3, 3), (1, 2)),
+    ],
+    ids=lambda x: f"{tuple(x.shape)} by {x.stride()}",
+)
+def test_dense_tensors_are_those_that_keep_their_strides(x: Any) -> None:
+    """Their elements are in all places of a piece of memory, once each."""
+    places = torch.arange(100).as_strided(x.shape, x.stride()).flatten().sort().values
+    assert prepared_ddp._is_dense(x) == bool(torch.equal(places, torch.arange(x.numel())))
 
 
 @pytest.mark.long
