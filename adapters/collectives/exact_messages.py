@@ -38,7 +38,7 @@ class ExactRoute(NetworkRoute):
         rank, ranks = self._transport.rank, range(self._transport.world_size)
 
         def exchange(layouts: Sequence[Layout], message: Any = whole.sent[0]) -> int:
-            mine = _sizes([message], [layouts[rank]])
+            mine = _sizes([message], [layouts[rank]], [0])
             sizes = gather_plain(self._transport, mine.reshape(-1).view(np.uint8)).view(np.int64)
             parts = _pieces(message, layouts[rank], mine[0])
             outs = [_pieces(received[r], layouts[r], sizes[r]) for r in ranks]
@@ -54,7 +54,8 @@ class ExactRoute(NetworkRoute):
         rank, ranks = self._transport.rank, range(self._transport.world_size)
 
         def exchange(layouts: Sequence[Layout]) -> int:
-            mine = _sizes(sent, layouts)
+            # Nobody encodes what a rank would send to itself.
+            mine = _sizes(sent, layouts, [r for r in ranks if r != rank])
             told = np.stack([with_checksum(row.view(np.uint8)) for row in mine])
             x, out = (self._transport.empty(told.size) for _ in range(2))
             x[:] = tensors.on_device(told.reshape(-1), tensors.device_of(x))
@@ -74,7 +75,9 @@ class ExactRoute(NetworkRoute):
         rank, ranks = self._transport.rank, range(self._transport.world_size)
 
         def exchange(layouts: Sequence[Layout]) -> int:
-            told = with_checksum(_sizes(sent, layouts).reshape(-1).view(np.uint8))
+            # The others have encoded nothing.
+            mine = _sizes(sent, layouts, ranks if rank == root else [])
+            told = with_checksum(mine.reshape(-1).view(np.uint8))
             x = self._transport.empty(told.size)
             x[:] = tensors.on_device(told, tensors.device_of(x))
             self._transport.broadcast(x, root)
@@ -111,25 +114,27 @@ class ExactRoute(NetworkRoute):
         return sum(int(piece.shape[0]) for row in others[1] for piece in row)
 
 
-def _sizes(messages: Sequence[Any], layouts: Sequence[Layout]) -> _Sizes:
-    """How many bytes of each buffer are needed, by message. Waits for the device."""
-    words = [
-        tensors.view(message, _INT64)[layout.record(part) :][:1]
-        for message, layout in zip(messages, layouts, strict=True)
-        for part in range(len(layout.plans))
-    ]
+def _sizes(messages: Sequence[Any], layouts: Sequence[Layout], encoded: Sequence[int]) -> _Sizes:
+    """How many bytes of each buffer are needed, by message; none of those not `encoded`.
+
+    Waits for the device.
+    """
+    sizes = np.zeros((len(layouts), len(layouts[0].plans)), np.int64)
+    # What has no elements is not encoded either.
+    places = [(m, p) for m in encoded for p, plan in enumerate(layouts[m].plans) if plan.nelem]
+    if not places:
+        return sizes
+    words = [tensors.view(messages[m], _INT64)[layouts[m].record(p) :][:1] for m, p in places]
     if tensors.is_torch(words[0]):
         import torch
 
         found = torch.cat(words).cpu().numpy()
     else:
         found = np.concatenate(words)
-    plans = [plan for layout in layouts for plan in layout.plans]
-    sizes = [
-        min(align(plan.dynamic_offset + int(need)), plan.nbytes) if plan.nelem else 0
-        for plan, need in zip(plans, found, strict=True)
-    ]
-    return np.array(sizes, np.int64).reshape(len(layouts), -1)
+    for (m, p), need in zip(places, found, strict=True):
+        plan = layouts[m].plans[p]
+        sizes[m, p] = min(align(plan.dynamic_offset + int(need)), plan.nbytes)
+    return sizes
 
 
 def _pieces(message: Any, layout: Layout, sizes: npt.NDArray[np.int64]) -> list[Any]:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import tightwire as tw
-from prepared_ranks import CASES, prepare, result, run, same, tensor
+from prepared_ranks import CASES, prepare, result, run, same, tensor, wanted
+from tightwire.adapters.collectives import exact_messages, messages, tensors
 from tightwire.adapters.collectives.prepared import PreparedCalls
 from tightwire.adapters.transports.peer import connect_threads
 from tightwire.adapters.transports.threads import connect
@@ -56,6 +57,39 @@ def test_exact_sizes_fit_any_data(case: str) -> None:
     if case not in ("broadcast", "all_to_all"):
         # Rank 1 has other data.
         assert exact[1][2] > exact[1][1]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_sizes_are_read_of_what_was_encoded(
+    case: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other messages hold whatever the memory held before."""
+    n = 9000
+    found: list[int] = []
+    pieces = exact_messages._pieces
+
+    def stale(nbytes: int, like: Any) -> Any:
+        memory = tensors.empty_bytes(nbytes, like)
+        memory[:] = 0x80
+        return memory
+
+    def noted(message: Any, layout: Any, sizes: Any) -> list[Any]:
+        found.extend(sizes.tolist())
+        assert all(0 <= s <= p.nbytes for s, p in zip(sizes, layout.plans, strict=True))
+        return pieces(message, layout, sizes)
+
+    monkeypatch.setattr(messages, "zeros", stale)
+    monkeypatch.setattr(exact_messages, "_pieces", noted)
+
+    def task(calls: PreparedCalls) -> None:
+        xs = [tensor(r, n) for r in range(world)]
+        out = result(case, n, world)
+        prepare(calls, case, xs[0])(xs[calls.rank], out).wait()
+        assert same(out, wanted(case, xs, calls.rank))
+
+    run(world, "exact", task, pieces="pieces" in case)
+    assert any(found) or world == 1
 
 
 def test_exact_sizes_are_refused_with_peers_and_by_other_names() -> None:
