@@ -107,8 +107,8 @@ def _told(call: Call) -> RunningCall:
 
 
 def others(call: Call) -> str:
-    """What calls of other named communicators wait for, for the error of `call`; ``""`` if none."""
-    waiting = [str(_told(c)) for c in list(_running.values()) if c.name not in ("", call.name)]
+    """What other calls wait for, in a stage, for the error of `call`; ``""`` if there are none."""
+    waiting = [str(_told(c)) for c in list(_running.values()) if c is not call and c.stage_name]
     return f"; here also: {'; '.join(waiting)}" if waiting else ""
 
 

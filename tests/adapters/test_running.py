@@ -97,6 +97,25 @@ def test_an_error_names_what_other_communicators_wait_for() -> None:
     assert "gradients" not in message
 
 
+@pytest.mark.parametrize("name", ["", "gradients"])
+def test_an_error_names_other_calls_of_the_same_name(name: str) -> None:
+    """Those that wait: a call whose work is under way is in no stage."""
+    mine, other, queued = (Call(0, "all_reduce", k, "", name) for k in (6, 7, 8))
+    with (
+        running.noted(mine),
+        running.noted(other),
+        running.noted(queued),
+        other.stage("exchange"),
+        pytest.raises(tw.CollectiveError) as failed,
+        mine.stage("static"),
+    ):
+        raise OSError("late")
+    assert "late; here also: " in str(failed.value)
+    assert "all_reduce #7" in str(failed.value)
+    assert "#8" not in str(failed.value)
+    assert str(failed.value).count("#6") == 1
+
+
 def test_names_are_strings() -> None:
     def task(transport: ThreadTransport) -> None:
         with pytest.raises(TypeError, match="name is 3; allowed: a string"):
