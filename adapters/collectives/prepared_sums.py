@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -27,6 +28,8 @@ from .prepared_exchange import (
     shares_of,
 )
 from .prepared_work import Body, Prepared, Work
+from .recorded import capturing
+from .turns import TURNS
 
 if TYPE_CHECKING:
     from .prepared import PreparedCalls
@@ -293,6 +296,11 @@ class OneLaunch(_Sums):
         slot.needs_at = slot.late_at = self._ranks
         slot.words = tensors.empty((self._ranks + 1,), INT64, self._like)
         slot.words[...] = 0
+
+    def _make(self, slot: Slot, queue: Callable[[Slot, Call], Work]) -> Work:
+        # In a graph of the user's there is no order but the user's.
+        with contextlib.nullcontext() if capturing() else TURNS.next(self._like.device):
+            return super()._make(slot, queue)
 
     def _collect(self, slot: Slot) -> None:
         """The launch has written all words."""

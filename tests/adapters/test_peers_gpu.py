@@ -39,6 +39,7 @@ DONE = {
     "recorded": 4,
     "in_parts": 2,
     "overlapping": 4,
+    "in_turns": 1,
 }
 #: The same in fewer cases, for more ranks: a single run of processes does all of it.
 QUICK = {"everything": 4, "graphs": 2, "recorded": 2, "in_parts": 1, "overlapping": 2}
@@ -307,6 +308,29 @@ def quick(device: Any) -> dict[str, int]:
     """All of the above, one after the other."""
     tasks = (everything, graphs, recorded, in_parts, overlapping)
     return {task.__name__: len(task(device)) for task in tasks}
+
+
+def in_turns(device: Any) -> list[str]:
+    """Sums that each take all of a GPU, on two streams that come in different orders on the ranks.
+
+    Two at the same time would wait for each other.
+    """
+    n, world = 1 << 24, dist.get_world_size()
+    x = torch.full((n,), 1.0 + dist.get_rank(), dtype=torch.bfloat16, device=device)
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    outs = [torch.empty_like(x) for _ in streams]
+    sums = [make(device, "peers", codec="mx").all_reduce(x, algorithm="one-shot") for _ in streams]
+    for _ in range(20):
+        works = []
+        for i, (stream, out, call) in enumerate(zip(streams, outs, sums, strict=True)):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(1_000_000 * (i == dist.get_rank()))
+                works.append(call(x, out))
+        for work, out in zip(works, outs, strict=True):
+            work.wait()
+            assert (out == world * (world + 1) / 2).all()
+    return ["mx"]
 
 
 def late(device: Any) -> float:
