@@ -207,7 +207,10 @@ def two_communicators(
 
 
 class Collective(torch.autograd.Function):  # type: ignore[misc]
-    """`forward(x)`, whose gradient is `backward(gradient)`."""
+    """`forward(x)`, whose gradient is `backward(gradient)`.
+
+    Compilers see neither: they would trace into the network.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Any, forward: Any, backward: Any) -> Any:
@@ -216,6 +219,7 @@ class Collective(torch.autograd.Function):  # type: ignore[misc]
         return forward(x)
 
     @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Any) -> Any:
         """Call `backward`."""

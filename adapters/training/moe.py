@@ -165,6 +165,7 @@ class AllToAll(Closing):
         """Records of the last calls: those of forward, then those of backward if it has its own."""
         return [record for channel in self._open() for record in channel.comm.trace()]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def all_to_all_single(
         self,
         output: Any,
@@ -291,6 +292,7 @@ class ExpertParallel(AllToAll):
         each = self.experts // self.world_size
         return range(self.rank * each, (self.rank + 1) * each)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(self, x: Any, routing: Routing) -> Dispatched:
         """Send every token to its experts.
 
@@ -323,6 +325,7 @@ class ExpertParallel(AllToAll):
         order = Order(copies.index, inverse)
         return Dispatched(rows, counts, on_device, routing, splits, order)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def combine(self, y: Any, dispatched: Dispatched) -> Any:
         """Send the results of experts back, and add up those of each token by its weights.
 
@@ -597,6 +600,7 @@ class _Filled(torch.autograd.Function):  # type: ignore[misc]
         return output
 
     @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Any) -> Any:
         return None, ctx.of_gradient(gradient), None, None
@@ -628,6 +632,7 @@ class _Copied(torch.autograd.Function):  # type: ignore[misc]
         return found
 
     @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Any) -> Any:
         (inverse,) = ctx.saved_tensors

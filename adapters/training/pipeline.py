@@ -394,6 +394,7 @@ class Boundary:
 
         return Stage(self, module, index, count, torch.device(device), **options)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def send(self, x: Any, to: int) -> Any:
         """Send an activation; backward receives its gradient.
 
@@ -418,6 +419,7 @@ class Boundary:
         _check_groups(self, x.device)
         return _Send.apply(x, self, to, x.requires_grad and torch.is_grad_enabled())
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, source: int, device: Any = "cpu"
     ) -> Any:
@@ -617,6 +619,7 @@ class _Send(torch.autograd.Function):  # type: ignore[misc]
         return x.new_zeros(())
 
     @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, _: Any) -> Any:
         found = ctx.boundary._receive_gradient(ctx.gradients, ctx.number, ctx.to, ctx.device)
@@ -639,6 +642,7 @@ class _Receive(torch.autograd.Function):  # type: ignore[misc]
         return x
 
     @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Any) -> Any:
         if ctx.about.is_wanted:

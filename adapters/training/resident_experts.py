@@ -162,6 +162,7 @@ class ResidentExperts:
         """Rows that this rank may get in all."""
         return self._prepared.capacity
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(self, x: Any, routing: Any) -> ResidentDispatched:
         """Send every token to its experts.
 
@@ -187,6 +188,7 @@ class ResidentExperts:
         rows = _Dispatched.apply(x, weights.detach(), self, experts.contiguous(), found)
         return ResidentDispatched(rows, found[0].ends, weights, found[0])
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def combine(self, y: Any, dispatched: ResidentDispatched) -> Any:
         """Send the results of experts back, and add up those of each token by its weights.
 
@@ -331,6 +333,7 @@ class _Dispatched(torch.autograd.Function):  # type: ignore[misc]
         return rows
 
     @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Any) -> Any:
         layout = ctx.layout
@@ -356,6 +359,7 @@ class _Combined(torch.autograd.Function):  # type: ignore[misc]
             return exchanges.sum(layout, weights.shape[0], weights, backward=False)
 
     @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Any) -> Any:
         (y,) = ctx.saved_tensors

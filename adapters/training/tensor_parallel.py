@@ -76,7 +76,8 @@ class TensorParallel(Closing):
     Tensors have any shape and are on the communicators' device; only floating-point tensors may
     need gradients. Shapes and dtypes are equal on all ranks. What all ranks get is bit-identical,
     with a lossy codec too. All ranks make the same calls in the same order, forward and backward.
-    There are no gradients of gradients. A context manager, which ends with ``close()``.
+    There are no gradients of gradients. ``torch.compile`` breaks its graph at each collective. A
+    context manager, which ends with ``close()``.
 
     Args:
         forward: Communicator of the activations, used by nothing else. It may be one of nodes.
@@ -185,6 +186,7 @@ class TensorParallel(Closing):
         found._feedback, found._name = feedback, name
         return found
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def copy(self, x: Any) -> Any:
         """Identity; the gradient is the sum over ranks (f in TACO, figure 2).
 
@@ -201,6 +203,7 @@ class TensorParallel(Closing):
         """
         return Collective.apply(x, _identity, self._sum("backward", x))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def all_reduce(self, x: Any) -> Any:
         """Sum over ranks; the gradient is the same on all ranks (g in TACO, figure 2).
 
@@ -215,6 +218,7 @@ class TensorParallel(Closing):
         """
         return Collective.apply(x, self._sum("forward", x), self._unchanged())
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def all_gather(self, x: Any, dim: int = 0) -> Any:
         """Concatenate the tensors of all ranks; the gradient is reduce-scattered.
 
@@ -233,6 +237,7 @@ class TensorParallel(Closing):
         gathered, scattered = self._gather("forward", x, dim), self._scatter("backward", x, dim)
         return Collective.apply(x, gathered, scattered)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def reduce_scatter(self, x: Any, dim: int = 0) -> Any:
         """Sum over ranks, and keep this rank's share; the gradient is all-gathered.
 

@@ -52,6 +52,7 @@ class _Summed(torch.autograd.Function):  # type: ignore[misc]
             return kernels.weighted_sum(y, weights, places)
 
     @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Any) -> Any:
         with torch.cuda.device_of(gradient):
