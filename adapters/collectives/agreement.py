@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,18 +17,26 @@ from .calls import Call
 _CHECKSUM_NBYTES = 8
 
 
-def gather_plain(transport: Transport, mine: Bytes) -> Bytes:
+def gather_plain(
+    transport: Transport, mine: Bytes, gather: Callable[[Any, Any], None] | None = None
+) -> Bytes:
     """`mine` of all ranks, shape (world_size, mine.size), through the transport's arrays.
 
-    A checksum goes with it; RuntimeError if one does not fit.
+    A checksum goes with it; RuntimeError if one does not fit. `gather` is the transport's
+    `all_gather`, or another of its methods.
     """
     ranks = transport.world_size
     sent = with_checksum(mine)
     x = transport.empty(sent.size)
     out = transport.empty(ranks * sent.size)
     x[:] = tensors.on_device(sent, tensors.device_of(x))
-    transport.all_gather(out, x)
+    (gather or transport.all_gather)(out, x)
     return opened(arrays.host_array(out).reshape(ranks, sent.size), range(ranks))
+
+
+def gather_apart(transport: Transport, mine: Bytes) -> Bytes:
+    """As `gather_plain`, where a rank may make another call of the same transport."""
+    return gather_plain(transport, mine, transport.all_gather_apart)
 
 
 def with_checksum(data: Bytes) -> Bytes:

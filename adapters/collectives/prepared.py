@@ -39,7 +39,7 @@ from ..errors import CollectiveError, described
 from ..transports.base import Transport
 from ..transports.peer import PeerMemory
 from . import running, tensors
-from .agreement import agree, gather_plain
+from .agreement import agree, gather_apart
 from .arguments import check_collective, check_round_trips, peer_of
 from .calls import Call, TraceRecord
 from .exact_messages import ExactRoute
@@ -429,7 +429,7 @@ class PreparedCalls:
         call = Call(self.rank, what, self.number, "", self.name)
         self.number += 1
         with running.noted(call), call.stage("agree"):
-            agree(call, functools.partial(gather_plain, self.transport), facts)
+            agree(call, functools.partial(gather_apart, self.transport), facts)
 
     def fail(self, error: BaseException) -> None:
         """Refuse later calls, and have those of other ranks fail: the ranks are out of step."""

@@ -19,6 +19,8 @@ _KEY = "gave up"
 #: Of messages of this package over gloo, which keeps them apart from those that a user sends in the
 #: same group, whose tag is 0 unless he names one.
 TAG = 0x7468
+#: Of those by which ranks agree, which may come while a peer makes another call.
+APART = 0x746A
 #: No message has this one. One of a user's with this tag would be taken for late.
 _TAG = 0x7469
 #: Seconds that the store may take. It may be a rank's that has stopped: then it never answers.

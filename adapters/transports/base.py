@@ -117,6 +117,21 @@ class Transport(Protocol):
             OSError: If the call fails.
         """
 
+    def all_gather_apart(self, out: Any, x: Any) -> None:
+        """As ``all_gather``; where it can, what a peer sends by another call is not taken for it.
+
+        Here it cannot, and is an ``all_gather``.
+
+        Args:
+            out: As there.
+            x: As there.
+
+        Raises:
+            RuntimeError: If the call fails.
+            OSError: If the call fails.
+        """
+        self.all_gather(out, x)
+
     def all_to_all(self, out: Any, x: Any) -> None:
         """Send equal share j of ``x`` to rank j; share i of ``out`` comes from rank i.
 

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Self, TypeVar, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,6 +23,7 @@ from ...planning import integer
 from ..errors import CollectiveError
 from . import aborting
 from .base import Op, Transport
+from .gloo_messages import swap, tensor_of
 from .presence import Presence
 
 #: Seconds that a rank whose call failed waits for the others to say the same.
@@ -500,12 +500,25 @@ class TorchDist(Transport):
     @_names_silent_ranks
     def all_gather(self, out: Any, x: Any) -> None:
         """See ``Transport``."""
-        _finish(self._group._allgather_base(_tensor(out), _tensor(x), self._gather))
+        _finish(self._group._allgather_base(tensor_of(out), tensor_of(x), self._gather))
+
+    def all_gather_apart(self, out: Any, x: Any) -> None:
+        """See ``Transport``; over NCCL it is an ``all_gather``."""
+        if self._device.type == "cpu":
+            self._gather_messages(out, x)
+        else:
+            self.all_gather(out, x)
+
+    @_names_silent_ranks
+    def _gather_messages(self, out: Any, x: Any) -> None:
+        rows = [[row] for row in tensor_of(out).view(self._size, -1)]
+        for work in swap(self._group, self._rank, rows, [[x]] * self._size, aborting.APART):
+            self._received(work)
 
     @_names_silent_ranks
     def all_to_all(self, out: Any, x: Any) -> None:
         """See ``Transport``."""
-        _finish(self._group.alltoall_base(_tensor(out), _tensor(x), [], [], self._swap))
+        _finish(self._group.alltoall_base(tensor_of(out), tensor_of(x), [], [], self._swap))
 
     @_names_silent_ranks
     def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
@@ -516,31 +529,23 @@ class TorchDist(Transport):
                 _finish(self._group.alltoall(*got, self._swap))
             return
         # gloo's own all-to-all takes one tensor a side: it would need all pieces side by side.
-        works = []
-        for peer, (receives, sends) in enumerate(zip(outs, xs, strict=True)):
-            if peer == self._rank:
-                for out, x in zip(receives, sends, strict=True):
-                    _tensor(out).copy_(_tensor(x))
-                continue
-            for move, arrays in ((self._group.recv, receives), (self._group.send, sends)):
-                works += [move([_tensor(x)], peer, aborting.TAG) for x in arrays if x.shape[0]]
-        for work in works:
+        for work in swap(self._group, self._rank, outs, xs, aborting.TAG):
             self._received(work)
 
     def _pieces(self, pieces: Sequence[Any] | None) -> list[Any]:
         """A tensor for every rank, empty where there is none."""
         found = pieces or [None] * self.world_size
-        return [self._nothing if piece is None else _tensor(piece) for piece in found]
+        return [self._nothing if piece is None else tensor_of(piece) for piece in found]
 
     @_names_silent_ranks
     def send(self, x: Any, to: int) -> None:
         """See ``Transport``."""
-        self._received(self._group.send([_tensor(x)], to, aborting.TAG))
+        self._received(self._group.send([tensor_of(x)], to, aborting.TAG))
 
     @_names_silent_ranks
     def recv(self, out: Any, source: int) -> None:
         """See ``Transport``."""
-        self._received(self._group.recv([_tensor(out)], source, aborting.TAG))
+        self._received(self._group.recv([tensor_of(out)], source, aborting.TAG))
 
     def _received(self, work: Any) -> None:
         """Wait for a message."""
@@ -559,20 +564,20 @@ class TorchDist(Transport):
             "max": dist.ReduceOp.MAX,
             "or": dist.ReduceOp.BOR,
         }[op]
-        _finish(self._group.allreduce([_tensor(x)], options))
+        _finish(self._group.allreduce([tensor_of(x)], options))
 
     @_names_silent_ranks
     def reduce_scatter(self, out: Any, x: Any) -> None:
         """See ``Transport``."""
         options = _in_order(dist.ReduceScatterOptions)
-        _finish(self._group._reduce_scatter_base(_tensor(out), _tensor(x), options))
+        _finish(self._group._reduce_scatter_base(tensor_of(out), tensor_of(x), options))
 
     @_names_silent_ranks
     def broadcast(self, x: Any, root: int) -> None:
         """See ``Transport``."""
         options = _in_order(dist.BroadcastOptions)
         options.rootRank, options.rootTensor = root, 0
-        _finish(self._group.broadcast([_tensor(x)], options))
+        _finish(self._group.broadcast([tensor_of(x)], options))
 
     @_names_silent_ranks
     def barrier(self) -> None:
@@ -795,10 +800,3 @@ def _finish(work: Any) -> None:
     """Wait for what has not been queued on the caller's stream."""
     if work is not None:
         work.wait()
-
-
-def _tensor(x: Any) -> Any:
-    if not isinstance(x, np.ndarray):
-        return x
-    # PyTorch warns about memory that it may not write to.
-    return torch.from_numpy(x if x.flags.writeable else x.copy())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tightwire as tw
@@ -18,6 +20,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("PyTorch was built without gloo", allow_module_level=True)
 
 from tightwire.adapters.collectives import measuring  # noqa: E402
+from tightwire.adapters.collectives.agreement import gather_apart  # noqa: E402
 from tightwire.adapters.collectives.prepared import PreparedCalls  # noqa: E402
 from tightwire.adapters.transports.torch_dist import TorchDist  # noqa: E402
 
@@ -115,6 +118,40 @@ def everything(device: Any) -> list[float]:
     found = narrow(calls)
     messages(TorchDist(dist.new_group()))
     return found
+
+
+def one_prepares(codec: str) -> str:
+    """The error of a rank that prepares another call, or makes one that all have prepared."""
+    transport = TorchDist(dist.new_group(timeout=timedelta(seconds=2)))
+    calls = PreparedCalls(transport, codec)
+    x = tensor(0, 3000)
+    reduce, out = calls.all_reduce(x), torch.zeros_like(x)
+    reduce(x, out).wait()
+    with pytest.raises(tw.CollectiveError) as error:
+        if calls.rank == 1:
+            calls.all_reduce(tensor(0, 9000))
+        else:
+            reduce(x, out).wait()
+    return str(error.value)
+
+
+def apart(device: Any) -> list[str]:
+    """What ranks agree by is told from what calls move."""
+    transport = TorchDist(dist.new_group())
+    mine = np.full(16, transport.rank, np.uint8)
+    rows = gather_apart(transport, mine)
+    assert rows.tolist() == [[rank] * 16 for rank in range(transport.world_size)]
+    return [one_prepares("mx"), one_prepares("zipccl")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_prepares_another_call_ends_no_process(world_size: int, tmp_path: Path) -> None:
+    for rank, errors in enumerate(launch(__file__, "apart", world_size, tmp_path)):
+        name, stage = ("prepare ", "agree") if rank == 1 else ("", "exchange")
+        for error in errors:
+            assert f"rank {rank}: {name}all_reduce #" in error
+            assert f"failed in stage '{stage}'" in error
 
 
 @pytest.mark.slow
