@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ Made by `benchmarks/report.py` from what `benchmarks/bench_peers.py` recorded; i
 how it measures. In a cell: how many times as fast as NCCL a call is, eager, then in a CUDA graph,
 and the microseconds until an eager call returns. *peers*: messages are read in the memory of other
 GPUs; *network*: NCCL moves them. Messages have checksums, except in rows that say *checksum off*.
-Sizes are of one rank's tensor before the call."""
+Sizes are of one rank's tensor before the call. What was not measured at all is left out."""
 #: What keys of messages without checksums end with.
 PLAIN = ", checksum off"
 
@@ -86,7 +87,7 @@ def _natives(rows: dict[str, dict[str, Any]], collective: str, sizes: list[int])
         eager = sorted(row["native"]["ms"] for row in some)
         graph = sorted(ms for row in some if (ms := row["native_graph_ms"]) is not None)
         both = [f"{times[len(times) // 2]:.3f}" if times else "-" for times in (eager, graph)]
-        cells.append("; ".join(both) if some else "not measured")
+        cells.append("; ".join(both) if some else why_missing(None))
     return cells
 
 
@@ -125,31 +126,42 @@ def _section(place: tuple[Any, ...], rows: dict[str, dict[str, Any]]) -> list[st
     measured = {row["kib"] for key, row in rows.items() if key != RUN and "kib" in row}
     sizes = sorted(measured | set(run["kib"]))
     for collective in run["collectives"]:
-        head = ["", *map(_size, sizes)]
-        lines += [f"### {collective}", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-        lines.append(f"| NCCL, ms | {' | '.join(_natives(rows, collective, sizes))} |")
+        table = {"NCCL, ms": _natives(rows, collective, sizes)}
         for codec in run["codecs"]:
             for route in run["routes"]:
-                if place[0] != "nvlink" and route == "peers" and not _has(rows, route):
-                    continue
                 keys = [_key(collective, codec, route, kib) for kib in sizes]
-                plain = [key + PLAIN for key in keys]
-                for some, end in ((keys, ""), (plain, PLAIN)):
-                    # Without checksums only what somebody has asked for.
-                    if not end or rows.keys() & some:
-                        cells = " | ".join(_cell(rows.get(key)) for key in some)
-                        lines.append(f"| {codec}, {route}{end} | {cells} |")
-        lines.append("")
-    uncaptured = {
-        row["graph_error"][:200] for row in rows.values() if row.get("graph_error") is not None
-    }
-    if uncaptured:
-        lines += ["Not captured in a graph:", "", *(f"- {text}" for text in sorted(uncaptured)), ""]
-    return lines + errors(rows)
+                for end in ("", PLAIN):
+                    cells = [_cell(rows.get(key + end)) for key in keys]
+                    table[f"{codec}, {route}{end}"] = cells
+        lines += _table(collective, [_size(kib) for kib in sizes], table)
+    return lines + _uncaptured(rows) + errors(rows)
 
 
-def _has(rows: dict[str, dict[str, Any]], route: str) -> bool:
-    return any(row.get("route") == route for row in rows.values())
+def _table(title: str, sizes: list[str], table: dict[str, list[str]]) -> list[str]:
+    """Rows of cells under a title, without rows and columns of which nothing was measured."""
+    missing = why_missing(None)
+    table = {name: cells for name, cells in table.items() if set(cells) != {missing}}
+    kept = [i for i in range(len(sizes)) if any(cells[i] != missing for cells in table.values())]
+    if not kept:
+        return []
+    head = ["", *(sizes[i] for i in kept)]
+    lines = [f"### {title}", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, cells in table.items():
+        lines.append(f"| {' | '.join([name, *(cells[i] for i in kept)])} |")
+    return [*lines, ""]
+
+
+def _uncaptured(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Why calls are not in a graph: a line for each reason, which rank 0 gives for all ranks."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows.values():
+        if row.get("graph_error") is not None:
+            collective = row["collective"]
+            text = re.sub(r"^rank \d+: \w+: |; rank \d+: .*", "", row["graph_error"], flags=re.S)
+            reason = text.replace(collective.split()[0], "a call", 1)[:200]
+            reasons.setdefault(reason, []).append(collective)
+    found = [f"- {', '.join(dict.fromkeys(some))}: {why}" for why, some in reasons.items()]
+    return ["Not captured in a graph:", "", *found, ""] if found else []
 
 
 def write_page(folder: Path) -> bool:
