@@ -2,7 +2,8 @@
 
 A ``PreparedCalls`` object prepares them. Making one takes time, and all ranks make it together;
 calling it then encodes, has the route exchange messages, and decodes. On a GPU that only queues
-work: the host waits for nothing, and allocates nothing. What it returns, a ``Work``, tells later
+work: the host waits for nothing, and allocates nothing, except for copies: of terms that ``wire=``
+casts, and of those that a sum of learnt size overwrites. What it returns, a ``Work``, tells later
 whether all of it was right:
 
     from tightwire.adapters.collectives.prepared import PreparedCalls
@@ -15,8 +16,8 @@ whether all of it was right:
         ...                 # queue other work
         work.wait()         # `whole` is right from here on
 
-A CUDA graph can hold calls on peers' memory: make them while it captures, and ``check()`` them
-after replays; such works are not waited for.
+A CUDA graph can hold calls on peers' memory, and with a lossy codec those over a network: make them
+while it captures, and ``check()`` them after replays; such works are not waited for.
 
 Messages over a network have a size that earlier calls taught. Data that do not fit are found when
 the work is waited for, and then exchanged again, exactly. Between GPUs of a host that read one

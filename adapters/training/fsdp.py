@@ -614,8 +614,9 @@ def compress(
             FSDP makes it at every reduction, and ``set_requires_all_reduce`` has no effect.
         within: With ``node``: a codec of gradients within nodes.
         route: ``"exact"``: a ``Communicator`` sends every tensor in as many bytes as it needs, and
-            the host waits for them. Else prepared calls are made, and the host waits for nothing:
-            ``"network"`` sends messages of a size that earlier ones taught; by ``"peers"`` the GPUs
+            the host waits for them. Else prepared calls are made, and the host waits for no sizes:
+            ``"network"`` sends messages of a size that earlier ones taught, and with a lossless
+            codec the host waits for gathers and at the end of backward; by ``"peers"`` the GPUs
             of a host read one another's memory; ``"auto"`` takes peers where it can (else
             ``why_no_peers`` of the hooks, and the logger "tightwire" at level INFO, say why),
             measures, and gives modules FSDP's own communication back for as long as that is faster;
