@@ -159,15 +159,16 @@ def graphs(device: Any) -> list[str]:
         gather = calls.all_gather(x)
         reduce = calls.all_reduce(x, algorithm="two-shot")
         one = calls.all_reduce(x, algorithm="one-shot")
+        works = []
         for _ in range(3):
             gather(x, out).wait()
             reduce(x, total).wait()
-            work = one(x, one_total)
+            works.append(one(x, one_total))
         refused = torch.cuda.CUDAGraph()
         with torch.cuda.graph(refused), pytest.raises(ValueError, match="not been waited for"):
-            for _ in range(calls.depth):
-                one(x, one_total)
-        work.wait()
+            one(x, one_total)
+        for work in works:
+            work.wait()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
