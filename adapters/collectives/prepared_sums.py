@@ -11,6 +11,7 @@ from ... import arrays
 from ...formats.dtypes import BY_NAME, DType
 from . import tensors
 from .calls import Call
+from .kernel_order import KERNEL_ORDER
 from .prepared_exchange import (
     INT64,
     Bounds,
@@ -29,7 +30,6 @@ from .prepared_exchange import (
 )
 from .prepared_work import Body, Prepared, Work
 from .recorded import capturing
-from .turns import TURNS
 
 if TYPE_CHECKING:
     from .prepared import PreparedCalls
@@ -299,7 +299,7 @@ class OneLaunch(_Sums):
 
     def _make(self, slot: Slot, queue: Callable[[Slot, Call], Work]) -> Work:
         # In a graph of the user's there is no order but the user's.
-        with contextlib.nullcontext() if capturing() else TURNS.next(self._like.device):
+        with contextlib.nullcontext() if capturing() else KERNEL_ORDER.next(self._like.device):
             return super()._make(slot, queue)
 
     def _collect(self, slot: Slot) -> None:

@@ -39,7 +39,7 @@ DONE = {
     "recorded": 4,
     "in_parts": 2,
     "overlapping": 4,
-    "in_turns": 1,
+    "in_order": 1,
 }
 #: The same in fewer cases, for more ranks: a single run of processes does all of it.
 QUICK = {"everything": 4, "graphs": 2, "recorded": 2, "in_parts": 1, "overlapping": 2}
@@ -311,7 +311,7 @@ def quick(device: Any) -> dict[str, int]:
     return {task.__name__: len(task(device)) for task in tasks}
 
 
-def in_turns(device: Any) -> list[str]:
+def in_order(device: Any) -> list[str]:
     """Sums that each take all of a GPU, on two streams that come in different orders on the ranks.
 
     Two at the same time would wait for each other.

@@ -1,4 +1,4 @@
-"""Turns on a GPU, for kernels that take all of it while they wait for other ranks.
+"""Order of kernels that take all of a GPU while they wait for other ranks.
 
 If two of them began in different orders on two ranks, each would wait for the other, which has no
 processor there.
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class Turns:
+class KernelOrder:
     """The order of such kernels on each GPU, which is that in which the host queues them."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Turns:
 
     @contextmanager
     def next(self, device: Any) -> Iterator[None]:
-        """Have what is queued inside, on the current stream, follow the last turn.
+        """Have what is queued inside, on the current stream, follow the last of them.
 
         Args:
             device: The GPU, of PyTorch.
@@ -41,5 +41,5 @@ class Turns:
                 self._last[device.index] = stream.cuda_stream, event
 
 
-#: Those of this process.
-TURNS = Turns()
+#: That of this process.
+KERNEL_ORDER = KernelOrder()
