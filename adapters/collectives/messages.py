@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ...codecs.common.base import Plan
 from ...formats.header import align
-from ...prepared import sum_exchange
+from ...prepared import peer_sum
 from ..transports.base import Transport
 from ..transports.peer import PeerMemory, Region
 from . import tensors
@@ -33,6 +33,8 @@ _FIRST_SHARE = 1 / 10
 _PATIENCE, _MOST_PATIENCE = 16, 1 << 12
 #: Memory is made in multiples of this, and of its size in so many bits less one.
 _LEAST, _STEPS = 1 << 12, 3
+#: Most bytes of a rank's memory for sums in one launch. Other sums share memory with each other.
+_SUMS_NBYTES = 1 << 30
 #: Spare capacity, as a share of what is needed: the least, and the most, for needs that vary.
 _LEAST_SPARE, _MOST_SPARE = 1 / 32, 1 / 8
 #: What may lie idle before a capacity shrinks, in shares that it has to spare.
@@ -226,11 +228,14 @@ class Route(Protocol):
     def spread(self, nbytes: int, like: Any, phase: Phase, root: int) -> Messages:
         """Memory for messages of rank `root` to all, as many as ranks; see ``gathered``."""
 
-    def sums(self, plan: Plan, like: Any) -> Any:
-        """What fills a tensor with the sum of all ranks' in one launch, see ``exchange_triton``.
+    def peer_sum(self, plan: Plan, like: Any) -> Any:
+        """What fills a tensor with the sum of all ranks' in one launch, see ``peer_sums_triton``.
 
-        All ranks call it alike. None: nothing does.
+        It gets its memory by ``begin_sum``. None: nothing does. It is the same on all ranks.
         """
+
+    def begin_sum(self, found: Any) -> None:
+        """Give what ``peer_sum`` has found its memory, once. All ranks call it alike."""
 
     def trim(self) -> None:
         """Have calls share as much memory as those need that are still made, if it can change."""
@@ -318,9 +323,12 @@ class NetworkRoute:
 
         return Messages(rows, _rows(received, nbytes), exchange, blocks=(to, of))
 
-    def sums(self, plan: Plan, like: Any) -> Any:
+    def peer_sum(self, plan: Plan, like: Any) -> Any:
         """See ``Route``."""
         return None
+
+    def begin_sum(self, found: Any) -> None:
+        """See ``Route``."""
 
     def trim(self) -> None:
         """See ``Route``."""
@@ -359,7 +367,7 @@ class PeerRoute:
         self._peers = memory
         #: By size, phase and purpose. Kept: ranks make them together, whatever each has dropped.
         self._regions: dict[Hashable, Region] = {}
-        #: By what they sum.
+        #: By what they sum. Each has memory of its own.
         self._sums: dict[Hashable, Any] = {}
 
     def gathered(self, nbytes: int, like: Any, phase: Phase) -> Messages:
@@ -382,19 +390,25 @@ class PeerRoute:
         mine, received = (self._sent(region, r, nbytes) for r in (self._peers.rank, root))
         return Messages(mine, received, region.barrier, late=region.late())
 
-    def sums(self, plan: Plan, like: Any) -> Any:
+    def peer_sum(self, plan: Plan, like: Any) -> Any:
         """See ``Route``."""
         if not (tensors.is_torch(like) and tensors.is_cuda(like)):
             return None
-        key = plan.codec, plan.dtype.name, plan.nelem, plan.checksum
-        if key not in self._sums:
-            peers = self._peers
-            found = sum_exchange(plan, like, peers.world_size, peers.rank)
-            if found is not None:
-                region = peers.region(found.nbytes)
-                found.begin(region.parts, region.late(), peers.timeout)
+        key = plan.codec, plan.dtype.name, plan.nelem, plan.checksum, like.device
+        found = self._sums.get(key)
+        if found is None:
+            found = peer_sum(plan, like, self._peers.world_size, self._peers.rank)
+            taken = sum(known.nbytes for known in self._sums.values())
+            if found is None or taken + found.nbytes > _SUMS_NBYTES:
+                return None
             self._sums[key] = found
-        return self._sums[key]
+        return found
+
+    def begin_sum(self, found: Any) -> None:
+        """See ``Route``."""
+        if not found.has_memory:
+            region = self._peers.region(found.nbytes)
+            found.begin(region.parts, region.late(), self._peers.timeout)
 
     def trim(self) -> None:
         """See ``Route``; ranks make and drop such memory together, so it stays."""

@@ -224,8 +224,9 @@ class PreparedCalls:
             nbytes = sum(part_of(x).nbytes for x in likes)
             few = nbytes <= ONE_SHOT_NBYTES or self.world_size <= 2
             one_shot = few if algorithm is None else algorithm == "one-shot"
-            if one_shot and OneLaunch.fits(self, like, wire):
-                return OneLaunch(self, like, scale=scale)
+            plan = OneLaunch.plan_of(self, like, wire) if one_shot else None
+            if plan is not None:
+                return OneLaunch(self, like, plan=plan, scale=scale)
             kind = OneShot if one_shot else AllReduce
             return kind(self, like, wire=wire, scale=scale)
 

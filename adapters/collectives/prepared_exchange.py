@@ -157,7 +157,7 @@ class Exchange:
             self._tells()
 
 
-class SummedExchange:
+class NoMessages:
     """What is an ``Exchange`` to a slot of a call that one launch makes.
 
     Attributes:

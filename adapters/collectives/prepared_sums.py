@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ... import arrays
+from ...codecs.common.base import Plan
 from ...formats.dtypes import BY_NAME, DType
 from . import tensors
 from .calls import Call
@@ -17,10 +18,10 @@ from .prepared_exchange import (
     Bounds,
     Exchanged,
     Given,
+    NoMessages,
     Part,
     Shares,
     Slot,
-    SummedExchange,
     bounds_of,
     equal_bounds,
     lengths,
@@ -261,38 +262,37 @@ class OneLaunch(_Sums):
     Args:
         calls: The calls that it is one of.
         like: An array, as in ``PreparedCalls.all_reduce``.
+        plan: What ``plan_of`` gives.
         scale: As there.
     """
 
     collective = "all_reduce"
 
-    def __init__(self, calls: PreparedCalls, like: Any, *, scale: float | None) -> None:
+    def __init__(self, calls: PreparedCalls, like: Any, *, plan: Plan, scale: float | None) -> None:
         super().__init__(calls, like, ", one-shot, one launch", None, scale)
-        (part,) = self._parts
-        self._plan_of_all = self._plan(part.nelem, part.dtype, None)
-        self._sums = calls.route.sums(self._plan_of_all, self._like)
+        self._nbytes = plan.chunks * plan.static_stride
+        self._peers = calls.route.peer_sum(plan, like)
+        # All ranks have said that they prepare this: they make memory alike.
+        calls.route.begin_sum(self._peers)
         self._start()
 
     @staticmethod
-    def fits(calls: PreparedCalls, like: Any, wire: Any) -> bool:
-        """Whether a sum of such arrays can be made so; the same on all ranks."""
+    def plan_of(calls: PreparedCalls, like: Any, wire: Any) -> Plan | None:
+        """The plan by which arrays are summed so; None if they are not. The same on all ranks."""
         if isinstance(like, (list, tuple)) or calls.route.by_network or not tensors.is_torch(like):
-            return False
+            return None
         part = part_of(like)
         if not part.dtype.is_float or _wire_of(part, wire) != part.dtype:
-            return False
+            return None
         plan = calls.codec.plan((part.nelem,), part.dtype.name, checksum=calls.checksum)
-        return calls.route.sums(plan, like) is not None
+        return plan if calls.route.peer_sum(plan, like) is not None else None
 
     def _exchanges(self) -> list[Exchanged]:
         return []
 
-    def _prepared_exactly(self, calls: PreparedCalls) -> Any:
-        return OneShot(calls, self._alike(), wire=None, scale=self._scale)
-
     @tensors.kept
     def _lay_out(self, slot: Slot) -> None:
-        slot.exchanges = [SummedExchange()]
+        slot.exchanges = [NoMessages()]
         slot.needs_at = slot.late_at = self._ranks
         slot.words = tensors.empty((self._ranks + 1,), INT64, self._like)
         slot.words[...] = 0
@@ -311,18 +311,15 @@ class OneLaunch(_Sums):
 
     def _body(self, x: Any, out: Any) -> Body:
         (part,) = self._parts
-        (x,), (out,) = (
-            self._flat(x, [part.nelem], "x"),
-            self._flat(out, [part.nelem], "out", written=True),
-        )
+        (x,) = self._flat(x, [part.nelem], "x")
+        (out,) = self._flat(out, [part.nelem], "out", written=True)
         need_apart([out], [x], [out])
 
         def body(slot: Slot, call: Call) -> None:
             with call.stage("sum"):
-                self._sums.sum(x, out, slot.words, self._scale)
-            others, plan = self._ranks - 1, self._plan_of_all
-            call.raw_bytes += others * part.nbytes
-            call.wire_bytes += others * plan.chunks * plan.static_stride
+                self._peers.sum(x, out, slot.words, self._scale)
+            call.raw_bytes += (self._ranks - 1) * part.nbytes
+            call.wire_bytes += (self._ranks - 1) * self._nbytes
 
         return body
 

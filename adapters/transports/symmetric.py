@@ -55,7 +55,8 @@ def barrier_kernel(
     peers = tl.load(peers_ptr + i, used, 0) + rank * 8
     theirs = peers.to(tl.pointer_type(tl.int64), bitcast=True)
     tell(theirs, used, number)
-    wait_for(flags_ptr + i, used, number, late_ptr, limit_ns, 0, PTX)
+    # A rank that this one has told may be at the next barrier.
+    wait_for(flags_ptr + i, used, number, 1, late_ptr, limit_ns, 0, PTX)
 
 
 class SymmetricRegion:

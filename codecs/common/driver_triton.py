@@ -149,7 +149,7 @@ class Driver(NamedTuple):
             has; or it is `x`.
         load: LOAD, or None.
         summing: Tiling of sums of several buffers, if it is one of its own; else that is `adding`.
-        exchanging: Tiling of exchange_triton, if it is one of its own; else that is `summing`, or
+        exchanging: Tiling of peer_sums_triton, if it is one of its own; else that is `summing`, or
             that of encoding sums.
     """
 

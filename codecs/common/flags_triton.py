@@ -22,11 +22,12 @@ def _now(PTX: tl.constexpr):
 
 
 @triton.jit
-def _looked(mine, used, number, SHIFT: tl.constexpr, SEM: tl.constexpr):
-    """(flags of the ranks; which of them are of an earlier number)."""
+def _looked(mine, used, number, ahead, SHIFT: tl.constexpr, SEM: tl.constexpr):
+    """(flags of the ranks; which of them do not have a number from `number` to `ahead` more)."""
     zero = tl.zeros(mine.shape, tl.int64)
     seen = tl.atomic_add(mine, zero, mask=used, sem=SEM, scope="sys")
-    return seen, used & ((seen >> SHIFT) < number)
+    numbers = seen >> SHIFT
+    return seen, used & ((numbers < number) | (numbers > number + ahead))
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def tell(theirs, used, flag):
 
 
 @triton.jit
-def wait_for(mine, used, number, late_ptr, limit_ns, SHIFT: tl.constexpr, PTX: tl.constexpr):
+def wait_for(mine, used, number, ahead, late_ptr, limit_ns, SHIFT: tl.constexpr, PTX: tl.constexpr):
     """Wait for the flags of ranks, for `limit_ns` at most.
 
     Behind it all threads of the program find what those ranks had written before.
@@ -52,7 +53,8 @@ def wait_for(mine, used, number, late_ptr, limit_ns, SHIFT: tl.constexpr, PTX: t
     Args:
         mine: By rank, where this rank's flag of it is: pointers to int64.
         used: Which of them are ranks.
-        number: What flags have above SHIFT bits when they have come, or more.
+        number: What flags have above SHIFT bits when they have come.
+        ahead: How much more they may have. A rank that is further has given this one up.
         late_ptr: Where the first rank is kept that has not come. If there is one, nobody is waited
             for any more.
         limit_ns: Nanoseconds.
@@ -62,21 +64,22 @@ def wait_for(mine, used, number, late_ptr, limit_ns, SHIFT: tl.constexpr, PTX: t
     Returns:
         (The flags; 0, or 1 + that rank.)
     """
-    seen, missing = _looked(mine, used, number, SHIFT, "relaxed")
+    seen, missing = _looked(mine, used, number, ahead, SHIFT, "relaxed")
     known = tl.load(late_ptr)
     until = _now(PTX) + limit_ns
     looks = tl.where(known > 0, 0, _LOOKS)
     while (tl.max(missing.to(tl.int32), 0) > 0) & (looks > 0):
-        seen, missing = _looked(mine, used, number, SHIFT, "relaxed")
+        seen, missing = _looked(mine, used, number, ahead, SHIFT, "relaxed")
         if PTX:
             looks = tl.where(_now(PTX) < until, looks, 0)
         else:
             looks -= 1
     # Once, not with every look: it has what was read before forgotten.
-    seen, missing = _looked(mine, used, number, SHIFT, "acquire")
-    late = tl.max(tl.where(missing, tl.arange(0, mine.shape[0]) + 1, 0), 0)
-    # The first one is named: later it may have kept others from coming.
-    late = tl.where((late > 0) & (known > 0), known, late.to(tl.int64))
-    tl.store(late_ptr, late, mask=late > 0)
+    seen, missing = _looked(mine, used, number, ahead, SHIFT, "acquire")
+    late = tl.max(tl.where(missing, tl.arange(0, mine.shape[0]) + 1, 0), 0).to(tl.int64)
+    if late > 0:
+        # The first one is named: later it may have kept others from coming.
+        first = tl.atomic_cas(late_ptr, late * 0, late)
+        late = tl.where(first > 0, first, late)
     tl.debug_barrier()
     return seen, late

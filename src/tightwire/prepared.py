@@ -203,7 +203,7 @@ def has_kernels(plan: Plan, like: Any) -> bool:
     return gpu is None or bool(gpu.has_kernels(plan))
 
 
-def sum_exchange(plan: Plan, like: Any, ranks: int, rank: int) -> Any:
+def peer_sum(plan: Plan, like: Any, ranks: int, rank: int) -> Any:
     """What sums up tensors of a plan over GPUs that read one another's memory, in one launch.
 
     Args:
@@ -213,16 +213,16 @@ def sum_exchange(plan: Plan, like: Any, ranks: int, rank: int) -> Any:
         rank: Number of this one.
 
     Returns:
-        A ``codecs.common.exchange_triton.Exchange``; None where the codec has no such kernel.
+        A ``codecs.common.peer_sums_triton.PeerSum``; None where the codec has no such kernel.
     """
     module = device_module(plan.codec.name) if has_kernels(plan, like) else None
     driver = getattr(module, "driver_of", None)
     if driver is None:
         return None
-    from .codecs.common.exchange_triton import Exchange, takes
+    from .codecs.common.peer_sums_triton import PeerSum, takes
 
     found = driver(plan)
-    return Exchange(found, plan, like.device, ranks, rank) if takes(found, plan) else None
+    return PeerSum(found, plan, like.device, ranks, rank) if takes(found, plan) else None
 
 
 def encode_planned(

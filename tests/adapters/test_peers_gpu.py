@@ -111,6 +111,8 @@ def everything(device: Any) -> list[str]:
                 swap = calls.all_to_all(tensor(device, whole))
                 scatter = calls.reduce_scatter(tensor(device, whole), scale=0.5)
                 ones = calls.all_reduce(tensor(device, n), algorithm="one-shot")
+                quick = route == "peers" and codec in ("mx", "taco", "raw")
+                assert isinstance(ones, prepared_sums.OneLaunch) == quick
                 twos = calls.all_reduce(tensor(device, n), algorithm="two-shot")
                 spread = calls.broadcast(tensor(device, n), root=world - 1)
                 listed = calls.all_gather([tensor(device, n), tensor(device, 77)])
@@ -321,6 +323,7 @@ def in_order(device: Any) -> list[str]:
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     outs = [torch.empty_like(x) for _ in streams]
     sums = [make(device, "peers", codec="mx").all_reduce(x, algorithm="one-shot") for _ in streams]
+    assert all(isinstance(call, prepared_sums.OneLaunch) for call in sums)
     for _ in range(20):
         works = []
         for i, (stream, out, call) in enumerate(zip(streams, outs, sums, strict=True)):

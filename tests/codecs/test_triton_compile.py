@@ -115,7 +115,7 @@ TILE_KERNELS = {
     "put_rows_kernel": "_put_many",
     "take_rows_kernel": "_take_many",
     "sum_rows_kernel": "_sum",
-    "exchange_kernel": "_exchange_sum",
+    "peer_sum_kernel": "_peer_sum",
 }
 #: Of `sum_rows_kernel` what makes its forms kernels of their own, as each takes registers.
 ROW_SUMS = ("_rows", "_weighted", "_back")
@@ -179,14 +179,14 @@ ALLOWED = (
     Allowed("mx._pack_sum", {}, 8, 0, "two words a thread, of a sum of several buffers"),
     Allowed("raw._pack_sum", {}, 8, 0, "two words a thread, of a sum of several buffers"),
     Allowed(
-        "mx._pack_exchange_sum",
+        "mx._pack_peer_sum",
         {},
-        40,
+        48,
         0,
         "larger tiles, of which fewer are waited for: 0.73 of the time of smaller ones",
     ),
     Allowed(
-        "taco._pack_exchange_sum",
+        "taco._pack_peer_sum",
         {},
         40,
         0,
@@ -512,11 +512,11 @@ def launches(name: str, dtype: str, everything: bool) -> None:
     if name in ("raw", "mx", "nvfp4", "taco"):
         rows_of_experts(kernels, name, x)
     if name in ("raw", "mx", "taco", "sdp4bit"):
-        exchange_triton: Any = importlib.import_module("tightwire.codecs.common.exchange_triton")
+        peer_sums_triton: Any = importlib.import_module("tightwire.codecs.common.peer_sums_triton")
         for other in (plan, plain):
-            exchange = exchange_triton.Exchange(kernels.driver_of(other), other, x.device, 2, 0)
-            exchange.begin([room, room], starts[:1], 1.0)
-            exchange.sum(x, x, torch.zeros(3, dtype=torch.int64))
+            peers = peer_sums_triton.PeerSum(kernels.driver_of(other), other, x.device, 2, 0)
+            peers.begin([room, room], starts[:1], 1.0)
+            peers.sum(x, x, torch.zeros(3, dtype=torch.int64))
     kernels.encode(plain, apart, plain_src, room, key=drawn)
     long_header = planned((2, 2, 2, 2, 1, n // 16))[0]
     kernels.encode(long_header, x, room, room, key=drawn)

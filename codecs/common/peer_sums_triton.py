@@ -33,6 +33,8 @@ from .tiles_triton import encode_tile, no_load, no_scale, terms_of, tile_at
 #: Bits of a flag that are the tile's checksum. The number of the call is above them.
 _CHECK_BITS = tl.constexpr(24)
 _CHECK = tl.constexpr((1 << 24) - 1)
+#: Bytes of the elements of dtypes that kernels sum up.
+_ITEMS = (2, 4)
 
 
 @triton.jit
@@ -101,7 +103,7 @@ def _sum_ranks(
 
 
 @kernel
-def exchange_kernel(
+def peer_sum_kernel(
     x_ptr,
     out_ptr,
     sources_ptr,
@@ -159,7 +161,7 @@ def exchange_kernel(
     own_flags = (mine + flags_at + (i * programs + pid) * 8).to(
         tl.pointer_type(tl.int64), bitcast=True
     )
-    flags, late = wait_for(own_flags, used, number, late_ptr, limit_ns, _CHECK_BITS, S.ptx)
+    flags, late = wait_for(own_flags, used, number, 0, late_ptr, limit_ns, _CHECK_BITS, S.ptx)
     tl.store(status_ptr + RANKS, late, mask=late > 0)
     plain = S.aligned & ((t.tile + 1) * (S.rows * S.run) <= t.n)
     if S.once:
@@ -181,12 +183,13 @@ def exchange_kernel(
 
 
 def takes(driver: Driver, plan: Plan) -> bool:
-    """Whether a plan's tiles are coded one by one, by nothing but their elements."""
+    """Whether kernels sum up the plan's dtype, and code tiles by nothing but their elements."""
     alone = driver.prepare is None and driver.scale is no_scale and not plan.codec.draws
-    return alone and not plan.dynamic_stride and plan.nelem > 0
+    alone = alone and not plan.dynamic_stride and plan.nelem > 0
+    return alone and plan.dtype.is_float and plan.dtype.itemsize in _ITEMS
 
 
-class Exchange:
+class PeerSum:
     """Sums over ranks of tensors of a plan, by one launch each.
 
     All ranks make it, and call it in the same order. It can be captured in a CUDA graph.
@@ -204,11 +207,17 @@ class Exchange:
     ) -> None:
         self._driver, self._plan, self._device = driver, plan, device
         self._ranks, self._rank = ranks, rank
+        self._sources: torch.Tensor | None = None
         self._tiling = driver.exchanging or driver.summing or driver.tilings[2]
         self._tiles = driver.tiles(self._tiling, driver.extent(plan))
         self._programs = self._tiles * plan.chunks
         flags_nbytes = -(-ranks * self._programs * 8 // 128) * 128
         self._set_nbytes = plan.static_stride * plan.chunks + flags_nbytes
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether `begin` was called."""
+        return self._sources is not None
 
     @property
     def nbytes(self) -> int:
@@ -286,7 +295,7 @@ def _variant(
         loaded=driver.load is not None,
     )
     return Variant(
-        exchange_kernel,
+        peer_sum_kernel,
         options(tiling.warps, tiling.registers),
         F=driver.form,
         L=encodes,
