@@ -365,7 +365,7 @@ class PeerRoute:
 
     def __init__(self, memory: PeerMemory) -> None:
         self._peers = memory
-        #: By size, phase and purpose. Kept: ranks make them together, whatever each has dropped.
+        #: By what shares them. Kept: ranks make them together, whatever each has dropped.
         self._regions: dict[Hashable, Region] = {}
         #: By what they sum. Each has memory of its own.
         self._sums: dict[Hashable, Any] = {}
@@ -407,7 +407,7 @@ class PeerRoute:
     def begin_sum(self, found: Any) -> None:
         """See ``Route``."""
         if not found.has_memory:
-            region = self._peers.region(found.nbytes)
+            region = self._regions["sum", id(found)] = self._peers.region(found.nbytes)
             found.begin(region.parts, region.late(), self._peers.timeout)
 
     def trim(self) -> None:

@@ -250,10 +250,17 @@ class PeerSum:
             factor: What the sum is multiplied by, in float32. None: nothing.
         """
         plan = self._plan
-        aligned = aligned_for(plan, x), aligned_for(plan, out)
-        kind = self._driver, self._tiling, plan.dtype, self._device, plan.checksum
-        options = aligned, out.element_size(), factor is not None
-        variant = _variant(*kind, self._ranks, *options)
+        variant = _variant(
+            self._driver,
+            self._tiling,
+            plan.dtype,
+            self._device,
+            plan.checksum,
+            self._ranks,
+            (aligned_for(plan, x), aligned_for(plan, out)),
+            out.element_size(),
+            factor is not None,
+        )
         variant.launch(
             self._programs,
             (x, out, self._sources, self._counts, self._late, status),
