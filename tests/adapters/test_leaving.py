@@ -531,7 +531,7 @@ def test_several_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_between_processes(world_size: int, tmp_path: Path) -> None:
     launch(__file__, "everything", world_size, tmp_path)
 

@@ -101,7 +101,7 @@ def test_the_bytes_of_the_host(
 
 
 @pytest.mark.fast_cases(0)
-@pytest.mark.slow_cases(2)
+@pytest.mark.slow_cases(1)
 @pytest.mark.parametrize(("dtype", "share"), [("bfloat16", 0.5), ("float32", 0.2), ("int8", 0.1)])
 def test_several_tiles_of_planes(dtype: str, share: float) -> None:
     """One that is whole, at an address that is no multiple of 16 too, and in part."""

@@ -115,7 +115,7 @@ def bits_of(x: Any, dtype: str) -> Any:
     ["blocks8", "sdp4bit", "mx", "taco", pytest.param("tahquant", marks=pytest.mark.slow), "raw"],
 )
 @pytest.mark.fast_cases(3)
-@pytest.mark.slow_cases(28)
+@pytest.mark.slow_cases(20)
 def test_sums_of_several_buffers(
     codec: tw.Codec,
     name: str,

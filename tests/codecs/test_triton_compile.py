@@ -511,7 +511,7 @@ def launches(name: str, dtype: str, everything: bool) -> None:
             kernels.decode_many([other], [data], [x], [status], [True])
     if name in ("raw", "mx", "nvfp4", "taco"):
         rows_of_experts(kernels, name, x)
-    if name in ("raw", "mx", "taco", "sdp4bit"):
+    if name in ("raw", "mx", "taco"):
         peer_sums_triton: Any = importlib.import_module("tightwire.codecs.common.peer_sums_triton")
         for other in (plan, plain):
             peers = peer_sums_triton.PeerSum(kernels.driver_of(other), other, x.device, 2, 0)
