@@ -32,7 +32,7 @@ Made by `benchmarks/report.py` from the records it names. Each row has an experi
 paper's figure, and ours where there is a record. Our models are small and our ranks few, so signs
 and orders can be compared, and figures seldom. *Times as fast*: the time without compression over
 that with it. A speed is shown only where the result was right: the same bits, or, of a lossy codec,
-a loss within 5 % of the native run's; with tagc both losses stand beside it. Speeds are those of
+a loss within 5 % of the native run's; with tagc both losses are given. Speeds are those of
 H200s; where H100 stands behind one, of those. [steps.md](steps.md) has step times of an earlier
 state of the library, written by hand."""
 
