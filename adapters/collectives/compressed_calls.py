@@ -21,7 +21,8 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 
 from ..errors import CollectiveError
 from ..transports.base import Transport
-from ..transports.torch_dist import TorchDist, disagreement
+from ..transports.torch_dist import TorchDist
+from ..transports.torch_groups import disagreement
 from .calls import TraceRecord
 from .communicator import Communicator
 from .group_calls import GroupCall

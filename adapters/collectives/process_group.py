@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 from ..transports.base import Transport
-from ..transports.torch_dist import timeout_of
+from ..transports.torch_groups import timeout_of
 from . import group_calls
 from .compressed_calls import CompressedCalls, Compressing, compare_policies, connect
 from .group_calls import GroupCall

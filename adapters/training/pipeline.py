@@ -45,7 +45,7 @@ from ...decoding import decode
 from ...formats.errors import FormatError
 from ..collectives.calls import rounding_key
 from ..errors import CollectiveError
-from ..transports.torch_dist import check_node
+from ..transports.torch_groups import check_node
 
 #: Works of sends that nobody has waited for, of one direction, beyond which the oldest is.
 _PENDING = 64

@@ -413,7 +413,7 @@ def _check_here() -> None:
 
 def _memory(group: Any, device: torch.device) -> PeerMemory:
     from ..transports.symmetric import SymmetricMemory
-    from ..transports.torch_dist import timeout_of
+    from ..transports.torch_groups import timeout_of
 
     # Less than the host waits, which cannot name the rank that is late.
     return SymmetricMemory(group, device, timeout=0.8 * timeout_of(group, device))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..errors import described
 from .peer import PeerMemoryError
-from .torch_dist import disagreement, store_of, timeout_of
+from .torch_groups import disagreement, store_of, timeout_of
 
 _T = TypeVar("_T")
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from ..errors import described
 from . import aborting
-from .torch_dist import TorchDist, backend_of, failures_of
+from .torch_dist import TorchDist
+from .torch_groups import backend_of, failures_of
 
 
 @contextmanager

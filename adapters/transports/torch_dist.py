@@ -19,19 +19,25 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from ...planning import integer
 from ..errors import CollectiveError
 from . import aborting
 from .base import Op, Transport
 from .gloo_messages import swap, tensor_of
 from .presence import Presence
+from .torch_groups import (
+    CONNECT,
+    asked_timeout,
+    backend_of,
+    check_node,
+    disagreement,
+    failures_of,
+    member_of,
+    need_connection,
+    store_of,
+)
 
 #: Seconds that a rank whose call failed waits for the others to say the same.
 _REPORT = 1.0
-#: What rank 0 has to tell the others that somebody did not come.
-_GRACE = timedelta(seconds=5)
-
-
 #: Seconds that the exit of the process waits for groups that are being ended.
 _EXIT = 30.0
 
@@ -75,26 +81,6 @@ def _end(group: Any) -> None:
         thread = threading.Thread(target=group.shutdown, name="tightwire-close", daemon=True)
         thread.start()
         _ending.add(thread)
-
-
-def check_node(node: int, rank: int, size: int, purpose: str) -> None:
-    """Raise for nodes that the ranks of a group do not fill.
-
-    Args:
-        node: Ranks of a node.
-        rank: Number of this rank in the group.
-        size: Ranks of the group.
-        purpose: How the error calls what nodes are for.
-
-    Raises:
-        TypeError: If ``node`` is not an integer.
-        ValueError: If nodes would be uneven.
-    """
-    if integer("node", node) < 1 or size % node:
-        raise ValueError(
-            f"node is {node}; rank {rank} is in a group of {size} ranks, {purpose}; allowed: a "
-            f"divisor of {size}, as nodes have equally many ranks"
-        )
 
 
 #: How errors name the call that connects ranks.
@@ -160,10 +146,10 @@ class TorchDist(Transport):
     def __init__(
         self, group: Any = None, device: Any = None, *, timeout: float | None = None
     ) -> None:
-        self._given, self._device = _member(group, device)
+        self._given, self._device = member_of(group, device)
         backend = backend_of(self._given, self._device)
         before = backend.options._timeout
-        wanted = _timeout(self._given, self._device, timeout)
+        wanted = asked_timeout(self._given, self._device, timeout)
         if wanted != before:
             backend._set_default_timeout(wanted)
         self._rank: int = self._given.rank()
@@ -203,8 +189,8 @@ class TorchDist(Transport):
             TypeError: If the backend is neither gloo nor NCCL.
             ValueError: If this process is not in the group, or the group was destroyed.
         """
-        given, device = _member(group, device)
-        _connects(given, device)
+        given, device = member_of(group, device)
+        need_connection(given, device)
         rank, size = given.rank(), given.size()
         store, number, wanted = cls._meet(given, device, timeout, purpose)
         return cls._part(given, device, (store, rank, size), number, wanted)
@@ -240,8 +226,8 @@ class TorchDist(Transport):
             TypeError: As ``new_group``, and if ``node`` is not an integer.
             ValueError: As ``new_group``, and if nodes would be uneven.
         """
-        given, device = _member(group, device)
-        _connects(given, device)
+        given, device = member_of(group, device)
+        need_connection(given, device)
         rank, size = given.rank(), given.size()
         check_node(node, rank, size, purpose)
         store, number, wanted = cls._meet(given, device, timeout, f"{purpose}, nodes of {node}")
@@ -272,7 +258,7 @@ class TorchDist(Transport):
                 timeout if a rank does not call it.
             ValueError: If this process is not in the group, or the group was destroyed.
         """
-        cls._meet(*_member(group, device), None, purpose, _MEET)
+        cls._meet(*member_of(group, device), None, purpose, _MEET)
 
     @staticmethod
     def _meet(
@@ -287,7 +273,7 @@ class TorchDist(Transport):
         Raises if ranks differ.
         """
         kind = backend_of(given, device).name()
-        wanted = _timeout(given, device, timeout)
+        wanted = asked_timeout(given, device, timeout)
         rank, size = given.rank(), given.size()
         store = store_of(given)
         # Perhaps only some ranks ask later, in a block that fails together.
@@ -349,7 +335,7 @@ class TorchDist(Transport):
         found._device, found._rank, found._size = device, rank, size
         found._store, found._timeout = store, timeout.total_seconds()
         found._failures = aborting.Failures(store, rank)
-        found._given = _CONNECT[kind](store, rank, size, timeout)
+        found._given = CONNECT[kind](store, rank, size, timeout)
         # NCCL is to be told, also if nobody calls close().
         found._let_go = weakref.finalize(found, _end, found._given)
         _note_exit()
@@ -596,191 +582,6 @@ def _stage(rank: int, number: int, name: str, call: str = _NEW_GROUP) -> Iterato
         yield
     except (RuntimeError, OSError) as error:
         raise CollectiveError(rank, call, number, name, str(error)) from error
-
-
-def _member(group: Any, device: Any) -> tuple[Any, torch.device]:
-    """The process group, which this process is in, and the device of its tensors."""
-    found = dist.group.WORLD if group is None else group
-    if found is None or found == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("no process group, or this process is not in it")
-    if found not in dist.distributed_c10d._world.pg_map:
-        raise ValueError("the process group has been destroyed")
-    if device is None:
-        on_gpu = dist.get_backend(found) == "nccl"
-        device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return found, device
-
-
-def _connects(group: Any, device: torch.device) -> None:
-    """Raise TypeError for a group whose ranks nobody here can connect once more."""
-    kind = backend_of(group, device).name()
-    if kind not in _CONNECT:
-        raise TypeError(f"group has the backend {kind!r}; allowed: {sorted(_CONNECT)}")
-
-
-def backend_of(group: Any, device: torch.device) -> Any:
-    """What a group moves tensors of a device by; TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
-
-    Args:
-        group: The process group.
-        device: A device that it serves.
-
-    Returns:
-        The backend, such as a ``ProcessGroupGloo``.
-
-    Raises:
-        RuntimeError: If the group has none for the device.
-    """
-    backend = group._get_backend(device)
-    return getattr(backend, "wrapped_pg", backend)
-
-
-def timeout_of(group: Any, device: torch.device) -> float:
-    """Seconds after which calls of a group on a device give up: as ``TorchDist`` without a timeout.
-
-    Args:
-        group: The process group; None: the default one.
-        device: The device.
-
-    Returns:
-        The seconds.
-
-    Raises:
-        RuntimeError: If the group has no backend for the device.
-    """
-    given = dist.group.WORLD if group is None else group
-    return _timeout(given, device, None).total_seconds()
-
-
-def _timeout(group: Any, device: torch.device, asked: float | None) -> timedelta:
-    """See `TorchDist`."""
-    if asked is not None:
-        if not asked > 0:
-            raise ValueError(f"timeout is {asked}; allowed: seconds above 0, or None")
-        return timedelta(seconds=asked)
-    own, is_default = _timeout_of(group, device)
-    if not is_default:
-        return own
-    world = dist.group.WORLD
-    devices = [d for d in world._device_types if d.type == device.type] or world._device_types
-    inherited, is_default = _timeout_of(world, devices[0])
-    return own if is_default else inherited
-
-
-def _timeout_of(group: Any, device: torch.device) -> tuple[timedelta, bool]:
-    """The timeout of a group's backend, and whether it is what PyTorch takes if none is given."""
-    backend = backend_of(group, device)
-    found: timedelta = backend.options._timeout
-    return found, found == dist.distributed_c10d._get_default_timeout(backend.name())
-
-
-def store_of(group: Any) -> Any:
-    """The key-value store by which a group's ranks have met; every group has keys of its own.
-
-    Args:
-        group: The process group.
-
-    Returns:
-        The store.
-
-    Raises:
-        KeyError: If there is no such group.
-    """
-    return dist.PrefixStore("tightwire", dist.distributed_c10d._get_process_group_store(group))
-
-
-#: Of the groups that have been met.
-_failures: weakref.WeakKeyDictionary[Any, aborting.Failures] = weakref.WeakKeyDictionary()
-_meeting = threading.Lock()
-
-
-def failures_of(group: Any) -> aborting.Failures:
-    """What the ranks of a process group say of their failures. All of them ask, at least once.
-
-    Args:
-        group: The process group.
-
-    Returns:
-        The same at every call.
-
-    Raises:
-        KeyError: If there is no such group.
-    """
-    with _meeting:
-        found = _failures.get(group)
-        if found is None:
-            found = _failures[group] = aborting.Failures(store_of(group), group.rank())
-        return found
-
-
-def disagreement(store: Any, rank: int, size: int, facts: str, timeout: timedelta) -> str:
-    """Compare what ranks say by a store, before they have connections.
-
-    Args:
-        store: A store of these ranks, with keys of its own for this comparison.
-        rank: Number of this rank.
-        size: Number of ranks.
-        facts: What this rank says.
-        timeout: How long ranks wait for one another.
-
-    Returns:
-        What is wrong if ranks differ or do not come, the same on all of them; else "".
-
-    Raises:
-        RuntimeError: If the store does not answer.
-    """
-    store.set(f"facts/{rank}", facts)
-    late = f"rank 0 has not come in {timeout.total_seconds():g} s"
-    if rank != 0:
-        # Rank 0 may come when this rank gives up: who is first to say so decides.
-        in_time = _told(store, ["facts/0"], timeout)
-        if not in_time and store.compare_set("first", "", "late") == b"late":
-            return late
-        # It waits as long for the others.
-        if _told(store, ["verdict"], timeout + _GRACE):
-            return str(store.get("verdict").decode())
-        return late
-    keys = [f"facts/{r}" for r in range(size)]
-    if store.compare_set("first", "", "in time") == b"late":
-        problem = "rank 0 has not come in time, other ranks have given up"
-    elif _told(store, keys, timeout):
-        said = [store.get(key).decode() for key in keys]
-        groups = {text: [r for r in range(size) if said[r] == text] for text in said}
-        differ = "; ".join(f"ranks {ranks}: {text}" for text, ranks in groups.items())
-        problem = f"ranks differ: {differ}" if len(groups) > 1 else ""
-    else:
-        missing = [r for r in range(size) if not store.check([keys[r]])]
-        problem = f"ranks {missing} have not come in {timeout.total_seconds():g} s"
-    store.set("verdict", problem)
-    return problem
-
-
-def _told(store: Any, keys: list[str], timeout: timedelta) -> bool:
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError:
-        # Stores differ in what they raise when time is up.
-        return bool(store.check(keys))
-    return True
-
-
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-
-
-def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-#: How to connect the ranks of a group once more, by backend. Not `dist.new_group()`, which wants
-#: all ranks of the default group, or (`use_local_synchronization`) ranks that have made equally
-#: many groups before, and with NCCL splits the default group, which its other ranks have to join.
-_CONNECT: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl}
 
 
 def _rounds(pieces: Sequence[Sequence[Any]]) -> Iterator[Sequence[Any]]:

@@ -25,11 +25,8 @@ from tightwire.adapters.transports import aborting, together, torch_dist  # noqa
 from tightwire.adapters.transports.aborting import Failures  # noqa: E402
 from tightwire.adapters.transports.presence import Presence  # noqa: E402
 from tightwire.adapters.transports.threads import connect  # noqa: E402
-from tightwire.adapters.transports.torch_dist import (  # noqa: E402
-    TorchDist,
-    failures_of,
-    store_of,
-)
+from tightwire.adapters.transports.torch_dist import TorchDist  # noqa: E402
+from tightwire.adapters.transports.torch_groups import failures_of, store_of  # noqa: E402
 
 #: Seconds that stores may take.
 PATIENCE = 0.3

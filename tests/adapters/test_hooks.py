@@ -34,7 +34,8 @@ from tightwire.adapters.training import tensor_parallel as tp  # noqa: E402
 from tightwire.adapters.training.error_feedback import ErrorFeedback  # noqa: E402
 from tightwire.adapters.training.hooks import average, communicator  # noqa: E402
 from tightwire.adapters.transports.threads import ThreadTransport, run_ranks  # noqa: E402
-from tightwire.adapters.transports.torch_dist import TorchDist, disagreement  # noqa: E402
+from tightwire.adapters.transports.torch_dist import TorchDist  # noqa: E402
+from tightwire.adapters.transports.torch_groups import disagreement  # noqa: E402
 
 #: A model whose hook goes as it is, so that nothing is compiled.
 RAW: dict[str, Any] = {"codec": "raw"}
