@@ -252,6 +252,7 @@ def main() -> None:
         lines += ["", "## Prepared calls", "", "[prepared.md](prepared.md)"]
     overview_report.write(RESULTS)
     lines += ["", "## At a glance", "", "[overview.md](overview.md)"]
+    lines += ["", "## Tests on GPUs", "", "[gpu_tests.md](gpu_tests.md), written by hand"]
     lines += ["", *COMMANDS]
     (RESULTS / "README.md").write_text("\n".join(lines) + "\n")
 
