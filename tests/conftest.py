@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         cases = list(found)
         tiers = {name: [case for case in cases if tier(case) == name] for name in (None, "gpu")}
         mark_others(tiers[None], pytest.mark.slow, number(cases[0], "fast_cases", MOST))
-        slow = [case for case in tiers[None] if tier(case) == "slow"]
+        slow = [case for case in cases if tier(case) == "slow"]
         spread(slow, pytest.mark.long, number(cases[0], "slow_cases", len(slow)))
         mark_others(tiers["gpu"], pytest.mark.long, len(tiers["gpu"]))
     asked = config.option.markexpr

@@ -170,10 +170,11 @@ LOOSE = {"unsummed", "slotted"}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(SAMPLES) - LOOSE))
 def test_flipped_bits_are_refused(name: str) -> None:
-    """Every bit of the first and of the last bytes, and one bit of every byte between them."""
+    """Every bit of the first and of the last bytes, and one bit of every third between them."""
     data = bytearray(SAMPLES[name])
     for i in range(len(data)):
-        for bit in range(8) if min(i, len(data) - i) < 200 else (i * 3 % 8,):
+        between = () if i % 3 else (i % 8,)
+        for bit in range(8) if min(i, len(data) - i) < 200 else between:
             data[i] ^= 1 << bit
             assert isinstance(outcome(data), str), (i, bit)
             data[i] ^= 1 << bit
