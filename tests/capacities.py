@@ -45,9 +45,9 @@ def schedule() -> dict[str, int]:
     again: dict[str, int] = {}
     exactly = prepared_work.Prepared._exactly
 
-    def counted(self: Any, *arrays: Any) -> None:
+    def counted(self: Any, *arrays: Any, **options: Any) -> None:
         again[self.collective] = again.get(self.collective, 0) + 1
-        exactly(self, *arrays)
+        exactly(self, *arrays, **options)
 
     vars(prepared_work)["Capacity"] = Scheduled
     prepared_work.Prepared._exactly = counted  # type: ignore[method-assign]

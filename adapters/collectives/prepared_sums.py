@@ -135,7 +135,14 @@ class ReduceScatter(_Sums):
         dtype = None if self._dtype is None else self._dtype.name
         return ReduceScatter(calls, self._alike(), dtype=dtype, wire=self._wire, scale=self._scale)
 
-    def __call__(self, x: Any, out: Any, late: Callable[[Any], None] | None = None) -> Work:
+    def __call__(
+        self,
+        x: Any,
+        out: Any,
+        late: Callable[[Any], None] | None = None,
+        *,
+        scale: float | None = None,
+    ) -> Work:
         """Make the call.
 
         Args:
@@ -145,6 +152,7 @@ class ReduceScatter(_Sums):
             late: Called with the exact result, like ``out``, by the work, if terms did not fit on
                 this rank; then ``out`` has been -0.0, to which sums can be added later without a
                 change of bits. None: ``out`` is overwritten.
+            scale: What this sum is multiplied by. None: what was prepared.
 
         Returns:
             The work. ``out`` is right when it has been waited for.
@@ -153,11 +161,16 @@ class ReduceScatter(_Sums):
             CollectiveError: If the exchange fails.
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
-        exactly = functools.partial(self._exact_sum, x, out, late)
+        factor = self._scale if scale is None else scale
+        exactly = functools.partial(self._exact_sum, x, out, late, factor)
         again = self._again(lambda: exactly, x, out)
-        return self._call(again, lambda: self._body(x, out))
+        if again.place is not None:
+            # A recording has its factor.
+            again = again._replace(place=(again.place, factor))
+        return self._call(again, lambda: self._shares(x, out, factor))
 
-    def _body(self, x: Any, out: Any) -> Body:
+    def _shares(self, x: Any, out: Any, factor: float | None) -> Body:
+        """What a call queues, of arrays that have been looked at."""
         ranks, me = range(self._ranks), self._rank
         xs = self._flat(x, [part.nelem for part in self._parts], "x")
         counts = [part.nelem // self._ranks for part in self._parts]
@@ -176,21 +189,28 @@ class ReduceScatter(_Sums):
             self._exchange(slot, call, 0)
             for part, (own, total) in enumerate(zip(shares, totals, strict=True)):
                 dtype = self._sum_dtypes[part]
-                self._sum(slot, call, 0, own[me], total, part=part, dtype=dtype, scale=self._scale)
+                self._sum(slot, call, 0, own[me], total, part=part, dtype=dtype, scale=factor)
             nbytes = sum(part.nbytes for part in self._parts)
             call.raw_bytes += (self._ranks - 1) * nbytes // self._ranks
 
         return body
 
-    def _exact_sum(self, x: Any, out: Any, late: Callable[[Any], None] | None, wrong: bool) -> None:
+    def _exact_sum(
+        self,
+        x: Any,
+        out: Any,
+        late: Callable[[Any], None] | None,
+        factor: float | None,
+        wrong: bool,
+    ) -> None:
         """The sum once more, exactly; `wrong` on this rank if `out` is."""
         if late is None:
-            self._exactly(x, out)
+            self._exactly(x, out, scale=factor)
             return
         rows = zip(self._parts, self._sum_dtypes, strict=True)
         fresh = [tensors.empty((p.nelem // self._ranks,), t, self._like) for p, t in rows]
         total = fresh if self._listed else fresh[0]
-        self._exactly(x, total)
+        self._exactly(x, total, scale=factor)
         if wrong:
             late(total)
 

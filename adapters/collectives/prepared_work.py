@@ -508,14 +508,14 @@ class Prepared(Judged):
         for slot in self._slots:
             slot.recordings.clear()
 
-    def _exactly(self, *arrays: Any) -> None:
+    def _exactly(self, *arrays: Any, **options: Any) -> None:
         """Make a call of these arrays without compression, and wait for it; all ranks do."""
         refusal = self._calls.refusal(self.collective)
         if refusal is not None:
             raise refusal
         if self._exact is None:
             self._exact = self._prepared_exactly(self._calls.exact())
-        self._exact(*arrays).wait()
+        self._exact(*arrays, **options).wait()
         # Seldom needed, and as large as what is sent.
         self._exact.rest()
 

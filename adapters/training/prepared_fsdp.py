@@ -415,7 +415,7 @@ class PreparedScatter(PreparedHook):
         kind, factor = kind_and_factor(op)
         scale = {dist.ReduceOp.SUM: None, dist.ReduceOp.AVG: 1 / group.size()}.get(kind, factor)
         wire = self._wire if x.dtype == torch.float32 else None
-        key = x.device, x.numel(), x.dtype, scale, wire
+        key = x.device, x.numel(), x.dtype, wire
         # Also where this module's sums are judged at once: gathers are not.
         in_backward = self._end.ask()
         with self._lock:
@@ -423,11 +423,9 @@ class PreparedScatter(PreparedHook):
             scatter = self._get(
                 group,
                 key,
+                # The factor may be another one in every step.
                 lambda calls: calls.reduce_scatter(
-                    x,
-                    scale=scale,
-                    wire=wire,
-                    dtype=None if wire is None else "float32",
+                    x, wire=wire, dtype=None if wire is None else "float32"
                 ),
             )
 
@@ -440,7 +438,7 @@ class PreparedScatter(PreparedHook):
                     output.mul_(scale)
 
             def ours() -> None:
-                self.wait_for(scatter(x, output))
+                self.wait_for(scatter(x, output, scale=scale))
 
             native_is_faster = self._native(group, key, native, ours, x)
             if hook.together is not None:
@@ -449,7 +447,7 @@ class PreparedScatter(PreparedHook):
                 native()
                 return
             correct = self._of_this_step(_correction(module, output, scale))
-            work = scatter(x, output, correct)
+            work = scatter(x, output, correct, scale=scale)
             self._count(work)
         if correct is None or not in_backward:
             self.wait_for(work)

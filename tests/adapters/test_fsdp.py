@@ -86,7 +86,10 @@ def train(model: Any, device: Any, extra: str) -> list[float]:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     torch.manual_seed(100 + dist.get_rank())
     losses = []
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        if extra == "other divisors":
+            for module in (model[0], model[1], model):
+                module.set_gradient_divide_factor(3.0 + step)
         for last in (False, True) if extra == "accumulate" else (True,):
             model.set_requires_gradient_sync(last)
             if extra == "prefetch":
@@ -441,7 +444,7 @@ def prepared(device: Any) -> dict[str, Any]:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     found: dict[str, Any] = {}
     for setup in SETUPS if device.type == "cpu" else ON_GPUS:
-        extra = SETUPS[setup][3]
+        extra = SETUPS[setup][3].replace("divide", "other divisors")
         reference = make(device, setup, mesh)
         fsdp.compress(reference)
         losses = train(reference, device, extra)
@@ -462,6 +465,8 @@ def prepared(device: Any) -> dict[str, Any]:
             assert all(torch.equal(a, b) for a, b in pairs), (setup, pattern)
             assert hooks.all_gather.wire_bytes > 0
             assert not hooks.reduce_scatter._late
+            # Two of the three modules are as large as each other.
+            assert len(hooks.reduce_scatter._prepared) == 2
             found[f"{setup}; {pattern}"] = dict(again)
             hooks.close()
     model = make(device, "float32", mesh)

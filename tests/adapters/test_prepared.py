@@ -92,9 +92,11 @@ def test_reduce_scatter(route: str, world: int, scale: float | None) -> None:
 
     def task(calls: PreparedCalls) -> None:
         x, out = tensor(calls.rank, world * n), np.full(n, np.nan, DTYPE)
-        calls.reduce_scatter(x, scale=scale)(x, out).wait()
         total = summed(world, world * n)[calls.rank * n : (calls.rank + 1) * n]
-        assert same(out, (total * np.float32(scale or 1)).astype(DTYPE))
+        sums = calls.reduce_scatter(x, scale=scale)
+        for factor in (None, 3.0, None):
+            sums(x, out, scale=factor).wait()
+            assert same(out, (total * np.float32(factor or scale or 1)).astype(DTYPE))
 
     run(world, route, task)
 

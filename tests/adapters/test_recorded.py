@@ -132,6 +132,26 @@ def test_results_are_those_of_calls_that_are_not_recorded(
     run(2, route, task, pieces="pieces" in collective, side_by_side=side_by_side)
 
 
+def test_a_recording_has_its_factor() -> None:
+    """Also what does not fit is made once more with the factor of its call."""
+
+    def task(calls: PreparedCalls) -> None:
+        sums = calls.reduce_scatter(tensor(0, 2 * N))
+        recorder = recorded(sums)
+        x, out = np.empty(2 * N, DTYPE), np.empty(N, DTYPE)
+        for k in range(40):
+            factor = (None, 0.5, 0.25)[k // 4 % 3]
+            parts = [data(rank, 2 * N, k, k in (3, 21) and rank == 0) for rank in range(2)]
+            x[...] = parts[calls.rank]
+            out[...] = np.nan
+            sums(x, out, scale=factor).wait()
+            share = summed(parts)[calls.rank * N : (calls.rank + 1) * N]
+            assert same(out, (share * np.float32(factor or 1)).astype(DTYPE)), k
+        assert recorder.replays > recorder.records >= 3
+
+    run(2, "network", task)
+
+
 def test_places_of_graphs() -> None:
     """Calls are alike whose memory, sizes and dtypes are all the same."""
     torch = pytest.importorskip("torch")
