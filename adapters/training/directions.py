@@ -143,18 +143,18 @@ class PreparedDirection(PreparedHook):
         with self._lock:
             if not in_backward:
                 self._tell()
-            # Nothing else is summed by codecs.
-            encoded = x.is_floating_point() and not self._plain
-            call = self._get(group, key, prepare if encoded else lambda calls: calls)
-            transport = self._calls[group].transport
+            self._begun(group, x.device)
 
             def plainly() -> None:
-                native(transport)
+                native(self._calls[group].transport)
 
             def ours() -> None:
                 self.wait_for(call(x, out))
 
-            if not encoded or self._native(group, key, plainly, ours, x):
+            # Nothing else is summed by codecs.
+            encoded = x.is_floating_point() and not self._plain
+            call: Any = self._get(group, key, prepare) if encoded else None
+            if call is None or self._native(group, key, plainly, ours, x):
                 plainly()
                 nbytes = _sent(name, x, self.world_size)
                 self.raw_bytes += nbytes

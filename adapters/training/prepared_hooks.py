@@ -33,6 +33,8 @@ ROUTES: tuple[Route, ...] = ("exact", "network", "peers", "auto")
 _READABLE = {"cuda"}
 #: Bytes of the memory that "auto" tries, before it relies on more.
 _TRIAL_NBYTES = 1 << 12
+#: Calls of a group that a hook keeps prepared: tensors may have as many sizes as batches have.
+_MOST_PREPARED = 256
 #: Options of ``PreparedCalls`` that hooks take.
 _OPTIONS = ("codec", "checksum", "seed", "trace")
 
@@ -228,17 +230,17 @@ class PreparedHook:
         return [record for calls in self._calls.values() for record in calls.trace()]
 
     def _get(self, group: Any, key: tuple[Any, ...], make: Callable[[PreparedCalls], Any]) -> Any:
-        """The prepared call of a group under `key`; all its ranks make it alike."""
-        found = self._prepared.get((group, *key))
+        """The prepared call of a group under `key`; all its ranks make it alike.
+
+        The one that has not been used for longest makes room for others, on all ranks the same.
+        """
+        found = self._prepared.pop((group, *key), None)
         if found is not None:
+            # The dictionary is in the order of use.
+            self._prepared[(group, *key)] = found
             return found
-        if self._closed:
-            raise CollectiveError(group.rank(), self.purpose, 0, "start", "the hook is closed")
         device = key[0]
-        calls = self._calls.get(group)
-        if calls is None:
-            self.meet(group, device)
-            calls = self._start(group, device, peers_of(self._route, group, device, self.purpose))
+        calls = self._begun(group, device)
         try:
             found = make(calls)
         except PeerMemoryError as error:
@@ -246,8 +248,22 @@ class PreparedHook:
                 raise
             # All ranks are told. Works under way keep the memory that there is.
             found = make(self._start(group, device, _without(str(error), self.purpose)))
+        # By group: a rank's other groups have other ranks.
+        known = [whole for whole in self._prepared if whole[0] == group]
+        for whole in known[: max(0, len(known) + 1 - _MOST_PREPARED)]:
+            self._prepared.pop(whole).rest()
         self._prepared[(group, *key)] = found
         return found
+
+    def _begun(self, group: Any, device: torch.device) -> PreparedCalls:
+        """The calls of a group, which all its ranks begin with their first one."""
+        if self._closed:
+            raise CollectiveError(group.rank(), self.purpose, 0, "start", "the hook is closed")
+        calls = self._calls.get(group)
+        if calls is None:
+            self.meet(group, device)
+            calls = self._start(group, device, peers_of(self._route, group, device, self.purpose))
+        return calls
 
     def meet(self, group: Any, device: torch.device) -> None:
         """Compare by the store, once, which hook the ranks of a group have, and its route.

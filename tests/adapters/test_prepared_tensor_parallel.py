@@ -19,7 +19,9 @@ if not (dist.is_available() and dist.is_gloo_available()):
 from capacities import PATTERNS, Scheduled, schedule  # noqa: E402
 from parallel_layers import batch, digest, made, mine  # noqa: E402
 from tightwire.adapters.collectives import prepared_work  # noqa: E402
+from tightwire.adapters.training import prepared_hooks  # noqa: E402
 from tightwire.adapters.training import tensor_parallel as tp  # noqa: E402
+from tightwire.adapters.training.directions import PreparedDirection  # noqa: E402
 from tightwire.adapters.training.error_feedback import ErrorFeedback  # noqa: E402
 
 
@@ -92,8 +94,21 @@ def lossy() -> list[str]:
     return found
 
 
+def many_sizes() -> None:
+    """Batches of more lengths than calls stay prepared; some lengths come again."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    vars(prepared_hooks)["_MOST_PREPARED"] = 4
+    with tp.connect("zipccl", "zipccl", route="network") as parallel:
+        assert isinstance(parallel._forward, PreparedDirection)
+        for n in (*range(1, 10), 9, 3, 1, 8):
+            total = parallel.all_reduce(torch.full((n, 100), 1.0 + rank))
+            assert (total == size * (size + 1) / 2).all()
+            assert len(parallel._forward._prepared) <= 4
+
+
 def everything(device: Any) -> list[str]:
     """All of it on one rank."""
+    many_sizes()
     with pytest.raises(ValueError, match="route is 'fast'; allowed"):
         tp.connect("zipccl", None, route="fast")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"options are \['sizes'\]; allowed with route"):
