@@ -232,7 +232,8 @@ class PreparedHook:
     def _get(self, group: Any, key: tuple[Any, ...], make: Callable[[PreparedCalls], Any]) -> Any:
         """The prepared call of a group under `key`; all its ranks make it alike.
 
-        The one that has not been used for longest makes room for others, on all ranks the same.
+        If there are too many, the one that has not been used for longest is dropped, on all ranks
+        the same.
         """
         found = self._prepared.pop((group, *key), None)
         if found is not None:
