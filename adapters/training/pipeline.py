@@ -190,6 +190,7 @@ class Messages:
 
         Raises:
             CollectiveError: If the network fails.
+            ValueError: If ``out`` is not contiguous.
         """
         return self._irecv(out, source, 0)
 
@@ -205,8 +206,9 @@ class Messages:
         Raises:
             CollectiveError: If the network fails, bytes are damaged, or on the CPU fewer arrive
                 than ``out`` takes.
+            ValueError: If ``out`` is not contiguous. Nothing has been sent then.
         """
-        data, into = self.encode(x, to), self._memory(out, source)
+        into, data = self._memory(out, source), self.encode(x, to)
         mark = _marked(into)
         # NCCL makes one launch of them: separate ones would wait for each other.
         ops = [
@@ -233,6 +235,10 @@ class Messages:
 
     def _memory(self, out: Any, source: int) -> Any:
         """What the network fills: memory for encoded bytes, or the tensor's own."""
+        if not out.is_contiguous():
+            raise ValueError(
+                f"out, {_described(out)}, is not contiguous; needed: contiguous memory"
+            )
         memory = self.memory_for(out, source)
         return out if memory is None else memory
 

@@ -199,6 +199,7 @@ class Group:
         self._comm: Communicator | None = None
         #: What a call of this step has raised, which goes on to its end all the same.
         self._held = ""
+        self._in_step = False
         self._closed = False
 
     @property
@@ -276,12 +277,17 @@ class Group:
         """Overwrite gradients by their means over the replicas; within ``step``.
 
         A failure is not raised here, but ends the step: collectives of other groups that follow in
-        it stay in step. Sums are made in float32 in the order of ranks, divided by the number of
-        replicas there and rounded once: all ranks get the same bits.
+        it stay in step. Outside of ``step`` it is raised at once. Sums are made in float32 in the
+        order of ranks, divided by the number of replicas there and rounded once: all ranks get the
+        same bits.
 
         Args:
             parameters: A module, or parameters. Where one has no gradient, it gets one of zeros. Of
                 a DTensor this rank's shard is averaged.
+
+        Raises:
+            CollectiveError: Outside of ``step``, if a replica is lost or the group is closed.
+            TypeError: If a gradient is sparse.
         """
         if isinstance(parameters, torch.nn.Module):
             parameters = parameters.parameters()
@@ -292,6 +298,10 @@ class Group:
 
         Args:
             tensors: Of any shapes and float dtypes, the same on all replicas.
+
+        Raises:
+            CollectiveError: As by ``average``.
+            TypeError: If one is sparse.
         """
         for bucket in _buckets(tensors):
             flat = torch.cat([x.reshape(-1) for x in bucket])
@@ -302,6 +312,10 @@ class Group:
 
     def _average(self, x: Any) -> bool:
         """Whether the step goes well so far, and `x`, 1-D, has become its mean."""
+        if not self._in_step:
+            # Nothing would tell of the error later.
+            average(self.comm, x)
+            return True
         if self._held:
             return False
         try:
@@ -337,7 +351,11 @@ class Group:
         while True:
             self._ready()
             try:
-                result = call(self.comm)
+                self._in_step = True
+                try:
+                    result = call(self.comm)
+                finally:
+                    self._in_step = False
                 if self._held:
                     raise self._error("average", self._held)
                 self._entered = True
@@ -565,6 +583,8 @@ def _buckets(tensors: Iterable[Any]) -> Iterator[list[Any]]:
     """Tensors of one dtype, of not many bytes together."""
     kinds: dict[Any, list[Any]] = {}
     for x in tensors:
+        if x.layout != torch.strided:
+            raise TypeError(f"a {x.dtype} of shape {tuple(x.shape)} is sparse; allowed: dense ones")
         bucket = kinds.setdefault(x.dtype, [])
         if bucket and sum(y.nbytes for y in bucket) + x.nbytes > _BUCKET:
             yield bucket

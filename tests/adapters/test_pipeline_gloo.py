@@ -204,6 +204,11 @@ def boundaries(boundary: Any) -> None:
     for _ in range(3):
         boundary.forward.sendrecv(x, other, out, other)
         assert torch.equal(out, torch.full((40, 64), float(other)))
+    gaps = torch.ones(64, 40).t()
+    with pytest.raises(ValueError, match="is not contiguous"):
+        boundary.forward.sendrecv(x, other, gaps, other)
+    with pytest.raises(ValueError, match="is not contiguous"):
+        boundary.forward.irecv(gaps, other)
     if rank == 0:
         x = torch.ones(40, 64, requires_grad=True)
         tokens = [boundary.send(x * number, 1) for number in range(3)]

@@ -564,6 +564,27 @@ def test_gradients_that_are_missing_count_as_zeros() -> None:
     assert in_threads([task(0), task(1)]) == [[0.5, 0.5]] * 2
 
 
+def test_means_outside_of_a_step_raise() -> None:
+    """Else gradients would stay as they are, and nothing would say so."""
+
+    def task(rank: int) -> Any:
+        def call(store: Any) -> Any:
+            model = new_model()
+            weight = next(model.parameters())
+            with tw.surviving.Group(store, rank, 2, **OPTIONS) as group:
+                weight.grad = torch.full_like(weight, 1.0 + rank)
+                group.average([weight])
+                with pytest.raises(TypeError, match="is sparse; allowed: dense ones"):
+                    group.average_tensors([torch.eye(2).to_sparse()])
+            with pytest.raises(tw.CollectiveError, match="the group is closed"):
+                group.average([weight])
+            return weight.grad.unique().tolist()
+
+        return call
+
+    assert in_threads([task(0), task(1)]) == [[1.5]] * 2
+
+
 class Reader:
     """Has a state that no module has."""
 
