@@ -5,7 +5,7 @@
 
 # DDP compares the annotations of a hook, which must therefore not be strings.
 from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,6 @@ from .prepared_hooks import EndOfBackward, PreparedHook, Route
 #: Steps after which the memory of a bucket that has not come again is given back. Several models
 #: may take turns.
 _KEPT = 4
-
-
-class _Sent(NamedTuple):
-    """A bucket whose mean is under way."""
-
-    work: Work
-    gradients: Any
-    parameters: list[Any]
 
 
 class PreparedDdpHook(PreparedHook, Closing):
@@ -60,14 +52,13 @@ class PreparedDdpHook(PreparedHook, Closing):
         self._group = group
         self._wire = wire
         self._stream = SideStream()
-        self._sent: list[_Sent] = []
+        #: Buckets whose means are under way.
+        self._sent: list[Work] = []
         #: Steps so far, and the last one of each bucket.
         self._step = 0
         self._used: dict[Hashable, int] = {}
         #: Buckets that are left to PyTorch.
         self.native_buckets = NativeBuckets(lambda: self.look_again(group))
-        # DistributedDataParallel asks for what copies gradients out of buckets later, with the last
-        # bucket, unless its graph is static.
         self._end = EndOfBackward(self._judge)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -127,15 +118,12 @@ class PreparedDdpHook(PreparedHook, Closing):
                 self._mean(x)
                 self.forget(group, bucket.index())
                 self.native_buckets.add(bucket)
-                self.end(bucket)
                 return
             # Unless the ways were measured that is the current stream.
             with self._stream.within(x, self._next()):
                 work = reduce(x, x)
             self._count(work)
-            self._sent.append(_Sent(work, x, bucket.parameters()))
-            self._end.ask()
-            self.end(bucket)
+            self._sent.append(work)
 
         return self._stream.run(x, call, self._next())
 
@@ -145,11 +133,23 @@ class PreparedDdpHook(PreparedHook, Closing):
         return 0 if calls is None else calls.queue_of(calls.phase)
 
     def end(self, bucket: Any) -> None:
-        """Judge what was made outside of a backward, if this bucket is its last one.
+        """See to it that buckets are judged before gradients are copied out of them.
 
-        A rank that has joined early makes the calls of others there.
+        DistributedDataParallel knows which gradients that are, and which it leaves alone. When a
+        gradient has made a bucket ready, it asks for the copies behind what is asked for here.
+
+        Args:
+            bucket: The bucket whose call has been made.
         """
-        if bucket.is_last() and torch._C._current_graph_task_id() == -1:
+        if type(torch._C._current_autograd_node()).__name__ == "AccumulateGrad":
+            self._end.ask()
+            return
+        # In the first step of a static graph all buckets are ready when backward ends, and the
+        # copies follow at once. Buckets do not say which of them is the last one.
+        static = torch._C._current_graph_task_id() != -1
+        # Outside of backward a rank that has joined early makes the calls of the others, which
+        # judge behind the last bucket.
+        if static or bucket.is_last():
             self._judge()
 
     def _mean(self, x: Any) -> None:
@@ -159,46 +159,17 @@ class PreparedDdpHook(PreparedHook, Closing):
     def _judge(self) -> None:
         sent, self._sent = self._sent, []
         problem: CollectiveError | None = None
-        for work, gradients, parameters in sent:
+        for work in sent:
             try:
                 work.wait()
             except CollectiveError as error:
                 problem = problem or error
-                continue
-            if work.repeated:
-                _copy_out(gradients, parameters)
         if problem is not None:
             raise_at_the_end(self, problem)
 
 
 def _copy(arguments: dict[str, Any]) -> PreparedDdpHook:
     return PreparedDdpHook(group=dist.distributed_c10d._get_default_group(), **arguments)
-
-
-def _copy_out(bucket: Any, parameters: list[Any]) -> None:
-    """Copy a bucket to gradients that have been copied out of it already.
-
-    It has them in the order of their parameters' memory; those of parameters with gaps or overlap
-    are contiguous.
-    """
-    place, at = bucket.untyped_storage().data_ptr(), 0
-    for p in parameters:
-        part = bucket[at : at + p.numel()]
-        part = part.as_strided(p.shape, p.stride()) if _is_dense(p) else part.view(p.shape)
-        at += p.numel()
-        if p.grad is not None and p.grad.untyped_storage().data_ptr() != place:
-            p.grad.copy_(part)
-
-
-def _is_dense(x: Any) -> bool:
-    """Whether elements fill memory without gaps or overlap, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def prepared_ddp_hook(
@@ -220,4 +191,6 @@ def prepared_ddp_hook(
     if state.native_buckets.take(bucket):
         state.end(bucket)
         return allreduce_hook(state.group, bucket)
-    return in_backward(state, bucket.buffer(), lambda: state.average(bucket))
+    future = in_backward(state, bucket.buffer(), lambda: state.average(bucket))
+    state.end(bucket)
+    return future
