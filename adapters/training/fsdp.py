@@ -70,7 +70,7 @@ from .hooks import (
     scatter,
     wide,
 )
-from .leaving import AwayHooks, Communication, Kind, ModuleHooks, param_groups, remove
+from .leaving import AwayHooks, Communication, Kind, ModuleHooks, remove, take_replicas
 from .prepared_fsdp import PreparedGather, PreparedScatter, kind_and_factor
 from .prepared_hooks import Route, check_route
 from .sharded import WeightDifferences
@@ -694,13 +694,16 @@ def compress(
             reduce = scatters.with_feedback(error_feedback, name)
         away = scatters.away
         _install(away, m, "reduce_scatter", reduce, leaves and reduce is scatters)
-        group = None if node is None else take_replicas(m, away)
-        if group is not None:
-            mean: Any = scatters.mean_over(group)
-            if error_feedback is not None:
-                mean = mean.with_feedback(error_feedback, f"{name}, replicas")
-            m.set_all_reduce_hook(mean)
+        if node is not None:
+            mean = functools.partial(_mean, scatters, error_feedback, f"{name}, replicas")
+            take_replicas(m, away, mean)
     return Hooks(gathers, scatters)
+
+
+def _mean(scatters: ReduceScatter, feedback: ErrorFeedback | None, name: str, group: Any) -> Any:
+    """The hook of the mean over replicas of an FSDP module."""
+    hook = scatters.mean_over(group)
+    return hook if feedback is None else hook.with_feedback(feedback, name)
 
 
 def _install(away: AwayHooks, module: Any, kind: Kind, hook: Any, leaves: bool) -> None:
@@ -709,41 +712,6 @@ def _install(away: AwayHooks, module: Any, kind: Kind, hook: Any, leaves: bool) 
         ModuleHooks(away, module, {kind: _AutoHook(hook, kind)}).install()
     else:
         away.install(Communication(module, kind), hook)
-
-
-#: What FSDP has of a module's sums over replicas.
-_TAKEN = ("mesh_info", "post_forward_mesh_info", "_all_reduce_hook")
-
-
-def take_replicas(module: Any, away: AwayHooks) -> Any:
-    """Have FSDP leave the sums over replicas of a module to its hook, until hooks are taken off.
-
-    Args:
-        module: The FSDP module.
-        away: What takes its hooks off.
-
-    Returns:
-        The process group of the replicas; None if there are none.
-    """
-    # Nothing public has FSDP leave its sums over replicas to a hook.
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-
-    found = None
-    for group in param_groups(module):
-        info = group.mesh_info
-        if isinstance(info, HSDPMeshInfo):
-            found = info.replicate_process_group
-            before = {name: getattr(group, name) for name in _TAKEN}
-            away.on_remove(group, functools.partial(_restore, before))
-            alone = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
-            if group.post_forward_mesh_info == info:
-                group.post_forward_mesh_info = alone
-            group.mesh_info = alone
-    return found
-
-
-def _restore(values: dict[str, Any], group: Any) -> None:
-    vars(group).update(values)
 
 
 def _compress_prepared(

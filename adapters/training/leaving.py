@@ -86,11 +86,17 @@ class Communication:
     def install(self, hook: Any) -> None:
         """Set a hook of this package, which replaces others for good, also one that is away.
 
-        What it replaces is told, if it has a method ``let_go``.
+        What it replaces is told, if it has a method ``let_go``. A hook of gradients also ends the
+        mean over replicas that others have taken, for which see `take_replicas`.
         """
         before = self._installed().get(self._kind)
         if before is not None and before._hook is not hook:
             before._let_go()
+        if self._kind == "reduce_scatter":
+            for group in param_groups(self._module):
+                replicas = getattr(group, "_tightwire", None)
+                if replicas is not None:
+                    replicas.give_back()
         self._installed()[self._kind], self._hook = self, hook
         self.set(hook)
 
@@ -233,6 +239,64 @@ def remove(*hooks: Any) -> None:
         hook.away.remove()
     for hook in hooks:
         hook.close()
+
+
+class _Replicas:
+    """The mean over replicas of an FSDP module, which FSDP makes, or a hook.
+
+    Args:
+        group: What FSDP has of the module's parameters.
+        alone: The mesh of shards alone, which is what FSDP is to know.
+        hook: The hook.
+    """
+
+    def __init__(self, group: Any, alone: Any, hook: Any) -> None:
+        self._group = group
+        self._own = group.mesh_info, group._all_reduce_hook
+        self._taken = alone, hook
+
+    def take(self) -> None:
+        """Have the hook make it."""
+        self._change(self._own, self._taken)
+        self._group._tightwire = self
+
+    def give_back(self) -> None:
+        """Have FSDP make it again, unless others have done so."""
+        if getattr(self._group, "_tightwire", None) is self:
+            self._change(self._taken, self._own)
+            del self._group._tightwire
+
+    def _change(self, old: tuple[Any, Any], new: tuple[Any, Any]) -> None:
+        group = self._group
+        group.mesh_info = new[0]
+        # What the user has set in between stays.
+        if group.post_forward_mesh_info == old[0]:
+            group.post_forward_mesh_info = new[0]
+        if group._all_reduce_hook is old[1]:
+            group._all_reduce_hook = new[1]
+
+
+def take_replicas(module: Any, away: AwayHooks, hook_of: Callable[[Any], Any]) -> None:
+    """Have a hook make the mean over replicas of an FSDP module, if it has several.
+
+    That ends when hooks are taken off, or others are installed. Those of the module's gradients are
+    installed before this is called.
+
+    Args:
+        module: The FSDP module.
+        away: What takes its hooks off.
+        hook_of: Makes the hook, for the process group of the replicas.
+    """
+    # Nothing public has FSDP leave its sums over replicas to a hook.
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+    for group in param_groups(module):
+        info = group.mesh_info
+        if isinstance(info, HSDPMeshInfo) and info.replicate_mesh_size > 1:
+            alone = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+            replicas = _Replicas(group, alone, hook_of(info.replicate_process_group))
+            replicas.take()
+            away.on_remove(replicas, _Replicas.give_back)
 
 
 class ModuleHooks:

@@ -36,6 +36,7 @@ sketch and peeling are on the host.
 """
 
 # DDP compares the annotations of a hook, which must therefore not be strings.
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self, cast
 
@@ -46,7 +47,7 @@ from ..collectives import tensors
 from ..collectives.calls import TraceRecord
 from ..collectives.communicator import Communicator
 from ..collectives.nodes import AnyCommunicator, NodeCommunicator
-from .fsdp import AllGather, CommHook, fsdp_modules, take_replicas
+from .fsdp import AllGather, CommHook, fsdp_modules
 from .hooks import (
     NOT_CONNECTED,
     Channel,
@@ -65,7 +66,7 @@ from .hooks import (
     wide,
 )
 from .layers import Rule
-from .leaving import Communication, param_groups, remove
+from .leaving import Communication, param_groups, remove, take_replicas
 from .prepared_fsdp import PreparedGather, kind_and_factor
 from .prepared_hooks import EndOfBackward, Route, check_route
 from .sketches import Report, Sketches, State, Tagc
@@ -547,9 +548,8 @@ def compress(
         hooks.all_gather.away.install(Communication(m, "all_gather"), gather)
         parameters = _parameters(m, names)
         scatters.away.install(Communication(m, "reduce_scatter"), scatters.unit(parameters))
-        group = None if node is None else take_replicas(m, scatters.away)
-        if group is not None and group.size() > 1:
-            m.set_all_reduce_hook(scatters.mean(parameters, group))
+        if node is not None:
+            take_replicas(m, scatters.away, functools.partial(scatters.mean, parameters))
     return hooks
 
 

@@ -228,12 +228,78 @@ def replicas(_: Any) -> None:
     """HSDP, where the hooks took the mean over replicas, too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))
     reference, model = step(sharded(mesh)), sharded(mesh)
+    own = [m._get_fsdp_state()._fsdp_param_group for m in model]
+    before = [dict(vars(group)) for group in own]
     hooks = tw.fsdp.compress(model, node=2)
     step(model)
     assert hooks.reduce_scatter.replicas
     hooks.remove()
-    assert all(m._get_fsdp_state()._fsdp_param_group._is_hsdp for m in model)
+    assert all(group._is_hsdp for group in own)
     assert same(step(model), reference)
+    replicas_go_over(model, reference)
+    settings_of_users(model, reference)
+    for group, values in zip(own, before, strict=True):
+        assert "_tightwire" not in vars(group)
+        for name in ("mesh_info", "post_forward_mesh_info", "_all_reduce_hook"):
+            assert vars(group)[name] is values[name]
+
+
+def replicas_go_over(model: Any, reference: Any) -> None:
+    """The newest hooks have the replicas, too, whatever becomes of those that they replace."""
+    own = [m._get_fsdp_state()._fsdp_param_group for m in model]
+    lossy: dict[str, Any] = {"gradients": "mx", "node": 2}
+    for end in ("close", "remove", "later"):
+        first = tw.fsdp.compress(model, **lossy)
+        assert not same(step(model), reference)
+        second = tw.fsdp.compress(model, node=2)
+        if end != "later":
+            getattr(first, end)()
+        assert same(step(model), reference), end
+        assert second.reduce_scatter.trace()
+        second.remove()
+        assert same(step(model), reference), end
+        first.remove()
+        assert all(group._is_hsdp for group in own)
+        assert same(step(model), reference), end
+    settings = tagc.Tagc(ratio=4, layers=tagc.Rule(nelem=1))
+    sketched = tw.tagc.compress(model, settings, node=2)
+    tw.fsdp.compress(model, **lossy).close()
+    again = tw.tagc.compress(model, settings, node=2)
+    sketched.close()
+    step(model)
+    assert {report.name for report in again.state.reports} >= {"0.weight, replicas"}
+    again.close()
+    # Hooks without nodes leave the replicas to FSDP.
+    without: list[dict[str, Any]] = [{}, {"route": "network"}]
+    for options in without:
+        hooks = tw.fsdp.compress(model, **options)
+        assert all(group._is_hsdp for group in own)
+        assert same(step(model), reference)
+        hooks.remove()
+
+
+def settings_of_users(model: Any, reference: Any) -> None:
+    """What users have set comes back with FSDP's mean, or stays if it is newer."""
+    seen: list[int] = []
+    for newer in (False, True):
+        model[0].set_all_reduce_hook(None if newer else lambda x: seen.append(1))
+        hooks = tw.fsdp.compress(model, node=2)
+        if newer:
+            model[0].set_all_reduce_hook(lambda x: seen.append(2))
+        else:
+            step(model)
+            assert not seen
+        hooks.remove()
+        assert same(step(model), reference)
+        assert seen.pop() == 1 + newer
+        assert not seen
+    model[0].set_all_reduce_hook(None)
+    group = model[0]._get_fsdp_state()._fsdp_param_group
+    for reshards in (False, True):
+        hooks = tw.fsdp.compress(model, node=2)
+        model[0].set_reshard_after_forward(reshards)
+        hooks.remove()
+        assert group.post_forward_mesh_info is (group.mesh_info if reshards else None)
 
 
 def replaced(_: Any) -> None:

@@ -107,7 +107,6 @@ RAISES_NOTHING = {
     "adapters.training.fsdp:DifferenceGather.named",
     "adapters.training.fsdp:Hooks.remove",
     "adapters.training.fsdp:ReduceScatter.mean_over",
-    "adapters.training.fsdp:take_replicas",
     "adapters.weights.hugging_face:TightwireQuantizer.is_serializable",
     "adapters.transports.nccl:Nccl.unique_id",
     "adapters.transports.torch_dist:TorchDist.cut",
