@@ -515,7 +515,8 @@ class Prepared(Judged):
             raise refusal
         if self._exact is None:
             self._exact = self._prepared_exactly(self._calls.exact())
-        self._exact(*arrays, **options).wait()
+        with tensors.writing():
+            self._exact(*arrays, **options).wait()
         # Seldom needed, and as large as what is sent.
         self._exact.rest()
 
@@ -621,15 +622,15 @@ class Prepared(Judged):
 
 
 def _flat(x: Any, nelem: int, name: str, dtype: DType, place: Place, written: bool) -> Any:
-    values, info, _ = tensors.as_input(x)
+    values, info, target = tensors.as_input(x)
     if (info.library, info.device) != place:
         here, needed = (
             f"{library} on {device or 'the host'}"
             for library, device in ((info.library, info.device), place)
         )
         raise ValueError(f"{name} is {here}; needed: {needed}, as was prepared")
-    if written and info.library == "numpy" and not values.flags.writeable:
-        raise ValueError(f"{name} is read-only; needed: memory that can be written")
+    if written:
+        tensors.check_result(x, values, info._replace(library=target.library), name)
     if info.dtype != dtype or math.prod(info.shape) != nelem:
         raise ValueError(
             f"{name} is {info.dtype.name} of {math.prod(info.shape)} elements; needed: "

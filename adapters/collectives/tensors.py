@@ -88,6 +88,28 @@ def as_output(
     return out
 
 
+def check_result(x: Any, values: Any, info: ArrayInfo, what: str) -> None:
+    """Raise TypeError or ValueError if an array cannot be written to, whatever its dtype and shape.
+
+    `values` and `info` are what `as_input` gives of it, but the library is that of `x`.
+    """
+    arrays.check_writable(x, info, info.dtype, info.shape, what)
+    if not is_torch(values):
+        if not values.flags.writeable:
+            raise ValueError(f"{what} is read-only; needed: memory that can be written")
+    elif values.is_inference() and not sys.modules["torch"].is_inference_mode_enabled():
+        raise ValueError(
+            f"{what} is an inference tensor, which PyTorch does not write to outside of inference "
+            "mode. Allowed: within torch.inference_mode(), or another tensor"
+        )
+
+
+def writing() -> AbstractContextManager[Any]:
+    """Have results be written that `check_result` has allowed before, perhaps in another mode."""
+    torch = sys.modules.get("torch")
+    return contextlib.nullcontext() if torch is None else torch.inference_mode()
+
+
 def as_result(x: Any, dtype: DType, target: Target) -> Any:
     """The result `x` in the library that was asked in."""
     if target.library in ("numpy", "torch"):

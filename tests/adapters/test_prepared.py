@@ -812,6 +812,73 @@ def test_calls_go_on_after_arrays_that_cannot_be_used(route: str) -> None:
     run(2, route, task)
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_calls_go_on_after_tensors_that_may_not_be_written(route: str) -> None:
+    torch = pytest.importorskip("torch")
+
+    def task(calls: PreparedCalls) -> None:
+        x, leaf = torch.ones(1000), torch.zeros(2000, requires_grad=True)
+        with torch.inference_mode():
+            inner = torch.zeros(2000)
+        made: dict[Any, tuple[int, float]] = {
+            calls.all_gather(x): (2000, 1.0),
+            calls.all_to_all(x): (1000, 1.0),
+            calls.reduce_scatter(x): (500, 2.0),
+            calls.all_reduce(x, algorithm="one-shot"): (1000, 2.0),
+            calls.all_reduce(x, algorithm="two-shot"): (1000, 2.0),
+        }
+        for call, (n, value) in made.items():
+            with pytest.raises(ValueError, match="out is an inference tensor, which"):
+                call(x, inner[:n])
+            with pytest.raises(ValueError, match="out requires grad, and autograd would not see"):
+                call(x, leaf[:n])
+            with torch.no_grad():
+                call(x, leaf[:n]).wait()
+            with torch.inference_mode():
+                call(x, inner[:n]).wait()
+            for out in (leaf, inner):
+                assert torch.equal(out[:n], torch.full((n,), value))
+        spread = calls.broadcast(x, root=0)
+        if calls.rank:
+            with pytest.raises(ValueError, match="x is an inference tensor"):
+                spread(inner[:1000])
+        spread(inner[:1000] if calls.rank == 0 else x).wait()
+        assert torch.equal(x, inner[:1000] if calls.rank else torch.ones(1000))
+
+    run(2, route, task)
+
+
+def test_results_that_were_allowed_are_written_again_in_another_mode() -> None:
+    torch = pytest.importorskip("torch")
+
+    def task(calls: PreparedCalls) -> None:
+        xs = [torch.from_numpy(tensor(r, 3000, wild=True).view(np.int16)) for r in range(2)]
+        xs = [x.view(torch.bfloat16) for x in xs]
+        for mode in (torch.no_grad, torch.inference_mode):
+            gather = calls.all_gather(xs[0])
+            with mode():
+                out = torch.zeros(6000, dtype=torch.bfloat16).requires_grad_(mode is torch.no_grad)
+                work = gather(xs[calls.rank], out)
+            work.wait()
+            assert work.repeated
+            found = out.detach().view(torch.int16)
+            assert torch.equal(found, torch.cat(xs).view(torch.int16))
+
+    run(2, "network", task)
+
+
+def test_the_root_of_a_lossy_broadcast_needs_memory_that_can_be_written() -> None:
+    def task(calls: PreparedCalls) -> None:
+        x, locked = tensor(0, 1000), tensor(0, 1000)
+        locked.flags.writeable = False
+        spread = calls.broadcast(x, root=0)
+        with pytest.raises(ValueError, match="x is read-only"):
+            spread(locked)
+        spread(x).wait()
+
+    run(2, "network", task, codec="mx")
+
+
 @pytest.mark.parametrize("codec", ["delta", "tahquant"])
 def test_codecs_that_need_more_than_elements_are_refused(codec: str) -> None:
     def task(transport: ThreadTransport) -> None:
