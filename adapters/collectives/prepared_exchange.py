@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -192,6 +193,8 @@ class Slot:
         self.needs_at = self.late_at = 0
         self.scratch: Any = None
         self.work: Work | None = None
+        #: Held while a work of it is judged: one slot has few locks, and many works.
+        self.waiting = threading.RLock()
         #: A CUDA graph of the user's has it.
         self.captured = False
         #: Calls of certain memory.

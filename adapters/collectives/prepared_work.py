@@ -46,6 +46,8 @@ class Work:
         #: None when it has been waited for, and in a captured graph.
         self._owner = owner
         self._slot = slot
+        #: Whether the first `wait` has begun.
+        self._begun = False
         self._call = call
         #: Bytes to other ranks, without compression and as they were sent.
         self.raw_bytes, self.wire_bytes = call.raw_bytes, call.wire_bytes
@@ -59,7 +61,7 @@ class Work:
         self.certain = False
         #: By exchange and part, the most dynamic bytes that a message needed, when that is known.
         self.needs: list[int] = []
-        self._error: CollectiveError | None = None
+        self._error: BaseException | None = None
 
     def __del__(self) -> None:
         # Nobody has waited for it, and nobody can any more.
@@ -92,17 +94,19 @@ class Work:
 
     def done(self) -> bool:
         """True if ``wait`` would not wait for the device."""
-        pending = isinstance(self._report, tensors.PendingHostCopy)
-        return self._owner is None or not pending or bool(self._report.done())
+        # Another thread may be in `wait`, at whose end there is none.
+        report = self._report
+        return not isinstance(report, tensors.PendingHostCopy) or bool(report.done())
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all has been decoded, and see to it that it is right.
 
         On a GPU the host waits for the queued call. Ranks wait for works in the same order. The
-        first ``wait`` does all; later ones raise what it raised.
+        first ``wait`` does all; later ones, of other threads too, wait until it is over, and raise
+        what it raised.
 
         Args:
-            timeout: Seconds. None: the transport's.
+            timeout: Seconds that the first ``wait`` takes at most. None: the transport's.
 
         Returns:
             True.
@@ -110,22 +114,35 @@ class Work:
         Raises:
             CollectiveError: If a rank was late or gone, or bytes were damaged; the error names it.
         """
-        owner, self._owner = self._owner, None
-        if owner is not None:
-            own: CollectiveError | None = None
-            try:
-                owner._judge(self, timeout)
-            except CollectiveError as error:
-                own = error
-            finally:
-                running.end(self._call)
-                owner._remember(self._call, own)
-                self._slot = self._report = self._again = None
-            # What a work found for which nobody waited comes first.
-            self._error = self._error or own
+        slot = self._slot
+        if slot is not None:
+            with slot.waiting:
+                # A thread that waits within its own first `wait` must go on.
+                if not self._begun:
+                    self._begun = True
+                    self._wait_first(timeout)
         if self._error is not None:
             raise self._error
         return True
+
+    def _wait_first(self, timeout: float | None) -> None:
+        owner = self._owner
+        assert owner is not None
+        own: CollectiveError | None = None
+        try:
+            owner._judge(self, timeout)
+        except CollectiveError as error:
+            own = error
+        except BaseException as error:
+            # Nobody is to take the result for right.
+            self._error = self._error or error
+            raise
+        finally:
+            running.end(self._call)
+            owner._remember(self._call, own)
+            self._owner = self._slot = self._report = self._again = None
+        # What a work found for which nobody waited comes first.
+        self._error = self._error or own
 
 
 class Again(NamedTuple):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import time
+import unittest.mock
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -426,6 +429,47 @@ def test_works_may_be_waited_for_late() -> None:
             assert same(out, np.concatenate(parts))
 
     run(2, "network", task, depth=3)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_later_waits_wait_for_the_first_and_end_as_it_does(fails: bool) -> None:
+    def task(calls: PreparedCalls) -> None:
+        xs = [tensor(rank, 3000, wild=True) for rank in range(2)]
+        out, gather = np.zeros(2 * 3000, DTYPE), calls.all_gather(xs[0])
+        begun, go = threading.Event(), threading.Event()
+        exactly = gather._exactly
+
+        def once_more(*arrays: Any) -> None:
+            begun.set()
+            assert go.wait(10)
+            # The thread that is in the first one goes on.
+            assert work.wait()
+            if fails:
+                raise LookupError("out of luck")
+            exactly(*arrays)
+
+        def wait() -> str:
+            try:
+                return f"{work.wait()}, {same(out, np.concatenate(xs))}"
+            except LookupError as error:
+                return str(error)
+
+        with (
+            unittest.mock.patch.object(gather, "_exactly", once_more),
+            ThreadPoolExecutor(2) as pool,
+        ):
+            work = gather(xs[calls.rank], out)
+            first = pool.submit(wait)
+            assert begun.wait(10)
+            second = pool.submit(wait)
+            time.sleep(0.02)
+            assert not second.done()
+            assert not work.judged
+            go.set()
+            wanted = "out of luck" if fails else "True, True"
+            assert [first.result(), second.result(), wait()] == [wanted] * 3
+
+    run(2, "network", task)
 
 
 def test_works_that_are_dropped_with_their_calls_are_running_no_more() -> None:
