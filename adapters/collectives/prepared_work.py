@@ -64,7 +64,7 @@ class Work:
         self._error: BaseException | None = None
 
     def __del__(self) -> None:
-        # Nobody has waited for it, and nobody can any more.
+        # On a GPU: nobody has waited for it, and nobody can any more.
         running.end(self._call)
 
     @property
@@ -516,6 +516,9 @@ class Prepared(Judged):
     def _work(
         self, slot: Slot, call: Call, report: Any, again: Callable[[bool], Any] | None
     ) -> Work:
+        if report is None:
+            # On the host all of it is done; what `wait` makes once more is a call of its own.
+            running.end(call)
         slot.work = Work(self, slot, call, report, again)
         slot.work._error, self._untold = self._untold, None
         return slot.work

@@ -1,7 +1,8 @@
 """The calls that are under way in this process: which stage each is in, and since when.
 
-A call is noted when it begins and forgotten when it ends, whatever thread makes it. Reading takes
-no lock that a call holds, so that it works while all calls hang.
+A call is noted when it begins and forgotten when it ends, whatever thread makes it. A prepared call
+on a GPU ends when its work has been waited for, or is dropped: the host knows no sooner that it is
+over. Reading takes no lock that a call holds, so that it works while all calls hang.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class RunningCall:
         sequence: Number of the call.
         algorithm: As in ``TraceRecord``; ``""`` before it is chosen.
         text: Dtype and shape.
-        stage: The stage that it is in, ``""`` between stages.
+        stage: The stage that it is in; ``""`` between stages, and of a prepared call on a GPU that
+            has been queued and that nobody waits for yet.
         seconds: Since the call began.
         stage_seconds: Since the stage began.
         thread: Name of the thread that made the call.
@@ -84,8 +86,10 @@ def noted(call: Call) -> Iterator[None]:
 def running_calls() -> list[RunningCall]:
     """The calls of this process that have not ended, the oldest first.
 
-    Any thread may ask, at any time: it waits for nothing. A call on a GPU that has queued its work
-    has ended.
+    Any thread may ask, at any time: it waits for nothing. Calls of a ``Communicator`` end when they
+    return, also on a GPU, which may still be at work. So do prepared calls on the host. On a GPU a
+    prepared call ends when its work has been waited for, or is dropped: until then it is listed,
+    also if the GPU is done with it.
     """
     return [_told(call) for call in sorted(_running.values(), key=lambda call: call.since)]
 
@@ -113,7 +117,7 @@ def others(call: Call) -> str:
 
 
 def dump_calls(file: IO[str]) -> None:
-    """Write a line for every call that has not ended to ``file``, and one that says how many.
+    """Write a line for every call of ``running_calls()`` to ``file``, and one that says how many.
 
     Args:
         file: An open text file, such as ``sys.stderr``.

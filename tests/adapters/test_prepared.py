@@ -16,7 +16,8 @@ import pytest
 
 import tightwire as tw
 from prepared_ranks import CASES, DTYPE, ROUTES, prepare, result, run, same, tensor
-from tightwire.adapters.collectives import tensors
+from tightwire.adapters.collectives import running, tensors
+from tightwire.adapters.collectives.calls import Call
 from tightwire.adapters.collectives.faster import Faster
 from tightwire.adapters.collectives.messages import Capacity, NetworkRoute, PeerRoute
 from tightwire.adapters.collectives.prepared import PreparedCalls
@@ -472,14 +473,25 @@ def test_later_waits_wait_for_the_first_and_end_as_it_does(fails: bool) -> None:
     run(2, "network", task)
 
 
-def test_works_that_are_dropped_with_their_calls_are_running_no_more() -> None:
+def test_calls_on_the_host_run_no_more_when_they_return() -> None:
     def task(calls: PreparedCalls) -> None:
-        x, out = tensor(0, 300), np.empty(600, DTYPE)
-        gather = calls.all_gather(x)
-        gather(x, out)
-        gather(x, out)
+        x, out = tensor(calls.rank, 300), np.empty(600, DTYPE)
+        gathers = [calls.all_gather(x) for _ in range(3)]
+        works = [gather(x, out) for gather in gathers]
+        mine = [(call.name, call.rank) for call in running_calls()]
+        assert ("returned", calls.rank) not in mine
+        assert not any(work.judged for work in works)
 
-    run(2, "network", task, name="dropped")
+    run(2, "network", task, name="returned")
+
+
+def test_works_that_are_dropped_are_running_no_more() -> None:
+    """As on a GPU, where they are until somebody waits for them."""
+    call = Call(0, "all_gather", 0, "", "dropped")
+    running.begin(call)
+    work = Work(None, None, call, None, None)
+    assert "dropped" in [call.name for call in running_calls()]
+    del work
     gc.collect()
     assert "dropped" not in [call.name for call in running_calls()]
 
