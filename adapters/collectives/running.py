@@ -7,11 +7,12 @@ over. Reading takes no lock that a call holds, so that it works while all calls 
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,6 +66,8 @@ class RunningCall:
 
 def begin(call: Call) -> None:
     """Note a call."""
+    if _silent:
+        _listen()
     _running[id(call)] = call
 
 
@@ -134,6 +137,10 @@ def dump_on_signal(number: int = signal.SIGUSR1, file: IO[str] | None = None) ->
     A thread of its own writes: it works while the main thread waits for a network and runs no
     Python code. Call it once, in the main thread.
 
+    In a forked child it holds as well: a signal to the child has the child write, its own calls.
+    There the thread starts with the child's first call, or the first signal that its main thread
+    runs Python code for: a child that needs none stays without, and can fork in turn.
+
     Args:
         number: Number of the signal, as of ``kill -USR1``.
         file: An open text file. None: ``sys.stderr`` as it is when the signal comes.
@@ -142,24 +149,86 @@ def dump_on_signal(number: int = signal.SIGUSR1, file: IO[str] | None = None) ->
         ValueError: Outside of the main thread, if the signal has a handler, or if the process has a
             wake-up file descriptor for signals already, as while asyncio runs in the main thread.
     """
+    global _dumper
     if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN):
         raise ValueError(f"signal {number} has a handler. Allowed: a signal without one")
-    # Signals reach the descriptor below only if Python handles them.
-    signal.signal(number, lambda *_: None)
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    if before != -1:
-        signal.set_wakeup_fd(before)
+    # Signals reach a descriptor only if Python handles them.
+    signal.signal(number, _listen)
+    try:
+        _dumper = _Dumper(number, file)
+    except ValueError:
         signal.signal(number, signal.SIG_DFL)
-        reader.close()
-        writer.close()
-        raise ValueError("this process has a wake-up file descriptor for signals already")
+        raise
+    _silent.append(_dumper)
+    _listen()
 
-    def listen() -> None:
-        with reader, writer:
-            while numbers := reader.recv(64):
-                if number in numbers:
-                    dump_calls(sys.stderr if file is None else file)
 
-    threading.Thread(target=listen, name="tightwire-dump", daemon=True).start()
+class _Dumper:
+    """What has calls be written in this process when a signal comes.
+
+    Args:
+        number: As in ``dump_on_signal``.
+        file: As there.
+
+    Raises:
+        ValueError: If there is a wake-up file descriptor already.
+    """
+
+    def __init__(self, number: int, file: IO[str] | None) -> None:
+        self._number, self._file = number, file
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            self._close()
+            raise ValueError("this process has a wake-up file descriptor for signals already")
+
+    def _close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+    def listen(self) -> None:
+        """Write when signals come, for good."""
+        while numbers := self._reader.recv(64):
+            if self._number in numbers:
+                dump_calls(sys.stderr if self._file is None else self._file)
+
+    def in_child(self) -> _Dumper | None:
+        """Its like in a forked child; None if signals have gone to another descriptor."""
+        own = self._writer.fileno()
+        before = signal.set_wakeup_fd(-1)
+        # What is written to these, the parent reads.
+        self._close()
+        if before == own:
+            return _Dumper(self._number, self._file)
+        signal.set_wakeup_fd(before)
+        return None
+
+
+#: Of this process, if `dump_on_signal` has been called.
+_dumper: _Dumper | None = None
+#: The same, as long as no thread listens.
+_silent: list[_Dumper] = []
+
+
+def _listen(*_: object) -> None:
+    """Start the thread that listens, if there is none; also the handler of the signal."""
+    # Popping is atomic. No call fails because there cannot be one thread more. A handler may have
+    # interrupted `threading`, whose locks it must not wait for.
+    with contextlib.suppress(IndexError, RuntimeError):
+        _thread.start_new_thread(_silent.pop().listen, ())
+
+
+def _in_child() -> None:
+    """Have a forked child answer its own signals. The threads of other calls are not there."""
+    global _dumper
+    _running.clear()
+    _silent.clear()
+    if _dumper is not None:
+        _dumper = _dumper.in_child()
+    if _dumper is not None:
+        _silent.append(_dumper)
+
+
+os.register_at_fork(after_in_child=_in_child)

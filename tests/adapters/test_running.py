@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import signal
 import subprocess
@@ -160,6 +161,60 @@ def test_a_signal_dumps_while_the_main_thread_hangs() -> None:
                 assert lines[1].startswith("weights: rank 3, all_gather #5")
         finally:
             process.kill()
+
+
+FORKS = """
+import ctypes, os, sys
+from tightwire.adapters.collectives import running
+from tightwire.adapters.collectives.calls import Call
+running.dump_on_signal()
+call = Call(3, "all_gather", 5, "", "weights")
+with running.noted(call), call.stage("static"):
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    else:
+        print(os.getpid(), len(os.listdir("/proc/self/task")), flush=True)
+        sys.stdin.readline()
+        own = Call(4, "all_reduce", 0, "", "gradients")
+        with running.noted(own), own.stage("sizes"):
+            print("ready", flush=True)
+            mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+            lock(mutex)
+            lock(mutex)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("early", [False, True])
+def test_a_forked_child_answers_its_own_signals(early: bool) -> None:
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", FORKS], text=True, **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        child = 0
+        try:
+            child, threads = map(int, process.stdout.readline().split())
+            # It may fork in turn: no thread before it is needed.
+            assert threads == 1
+            if early:
+                os.kill(child, signal.SIGUSR1)
+                line = process.stderr.readline()
+                assert line == f"tightwire, process {child}: 0 calls\n"
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "ready\n"
+            calls = {child: "gradients: rank 4", process.pid: "weights: rank 3"}
+            for pid, call in calls.items():
+                os.kill(pid, signal.SIGUSR1)
+                lines = [process.stderr.readline() for _ in range(2)]
+                assert lines[0] == f"tightwire, process {pid}: 1 calls\n"
+                assert lines[1].startswith(call)
+        finally:
+            process.kill()
+            if child:
+                os.kill(child, signal.SIGKILL)
 
 
 def test_a_signal_is_refused_outside_of_the_main_thread() -> None:
