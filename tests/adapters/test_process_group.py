@@ -175,6 +175,73 @@ def coalesced(group: Any) -> None:
                 assert torch.equal(out, totals(ranks * n)[me * n : (me + 1) * n])
 
 
+def transposed(x: Any) -> Any:
+    return x.t().contiguous().t()
+
+
+def strided(x: Any) -> Any:
+    return x.repeat_interleave(2, 1)[:, ::2]
+
+
+def negated(x: Any) -> Any:
+    return torch._neg_view(-x)
+
+
+def every_call(group: Any, given: Callable[[Any], Any], out: Callable[[Any], Any]) -> list[Any]:
+    """What calls of a group leave, with inputs that `given` has made and outputs that `out` has."""
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(me)
+    # Their sums are the same in any order.
+    whole = torch.randint(0, 100, (80 * ranks, 30), generator=generator).float()
+    parts = whole.chunk(ranks)
+    splits = [80] * ranks
+    found: list[Any] = []
+
+    def new(like: Any) -> Any:
+        found.append(out(torch.zeros_like(like)))
+        return found[-1]
+
+    def changed(x: Any) -> Any:
+        found.append(given(x.clone()))
+        return found[-1]
+
+    how = {"group": group, "async_op": True}
+    for call in (
+        lambda: dist.all_reduce(changed(whole), **how),
+        lambda: dist.broadcast(changed(parts[0]), 1, **how),
+        lambda: all_gather(new(whole), given(parts[0]), **how),
+        lambda: dist.all_gather([new(part) for part in parts], given(parts[0]), **how),
+        lambda: reduce_scatter(new(parts[0]), given(whole), **how),
+        lambda: dist.reduce_scatter(new(parts[0]), [given(part) for part in parts], **how),
+        lambda: dist.all_to_all_single(new(whole), given(whole), **how),
+        lambda: dist.all_to_all_single(new(whole), given(whole), splits, splits, **how),
+    ):
+        call().wait()
+    for call in (
+        lambda: dist.all_reduce(changed(whole), group=group),
+        lambda: all_gather(new(whole), given(parts[0]), group=group),
+        lambda: reduce_scatter(new(parts[0]), given(whole), group=group),
+    ):
+        with dist._coalescing_manager(group=group):
+            call()
+            call()
+    return found
+
+
+def layouts() -> None:
+    """Calls with any tensors, of all ranks or of one, leave what contiguous ones have over gloo."""
+    ops = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v")
+    group = dist.new_group(pg_options=[Rule(min_bytes=LEAST, ops=ops)])
+    wanted = every_call(dist.new_group(backend="gloo"), torch.clone, torch.clone)
+    for make in (transposed, strided, negated):
+        for some in (range(dist.get_world_size()), [1]):
+            mine = make if dist.get_rank() in some else torch.clone
+            for given, out in ((mine, torch.clone), (torch.clone, mine)):
+                with compressed(group, 11):
+                    found = every_call(group, given, out)
+                    assert list(map(torch.equal, found, wanted)) == [True] * len(wanted), make
+
+
 def groups() -> None:
     """Subgroups with policies of their own, by description and by argument."""
     me = dist.get_rank()
@@ -246,6 +313,7 @@ def calls(device: Any) -> list[str]:
     finally:
         dist.distributed_c10d._update_default_pg(world)
     groups()
+    layouts()
     return policies_differ() + calls_differ()
 
 
