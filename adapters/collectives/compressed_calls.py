@@ -233,17 +233,15 @@ class _Channel:
 
     def run(self, call: GroupCall, wire: str | None) -> Any:
         """The work of a call that has begun."""
-        if call.device.type != "cpu":
-            return _create_work_from_future(
-                self._stream.run(call.tensors[-1], lambda: self._make(call, wire))
-            )
-        # Modes belong to threads.
-        inference = torch.is_inference_mode_enabled()
+        # Modes belong to threads, and only inference mode writes to tensors that it has made.
+        inference = torch.is_inference_mode_enabled() or any(x.is_inference() for x in call.tensors)
 
         def make() -> None:
             with torch.inference_mode(inference):
                 self._make(call, wire)
 
+        if call.device.type != "cpu":
+            return _create_work_from_future(self._stream.run(call.tensors[-1], make))
         return _HostWork(self._thread.submit(make), call.result)
 
     def _make(self, call: GroupCall, wire: str | None) -> None:

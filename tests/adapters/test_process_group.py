@@ -187,6 +187,11 @@ def negated(x: Any) -> Any:
     return torch._neg_view(-x)
 
 
+def of_inference(x: Any) -> Any:
+    with torch.inference_mode():
+        return x.clone()
+
+
 def every_call(group: Any, given: Callable[[Any], Any], out: Callable[[Any], Any]) -> list[Any]:
     """What calls of a group leave, with inputs that `given` has made and outputs that `out` has."""
     ranks, me = dist.get_world_size(), dist.get_rank()
@@ -233,7 +238,7 @@ def layouts() -> None:
     ops = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v")
     group = dist.new_group(pg_options=[Rule(min_bytes=LEAST, ops=ops)])
     wanted = every_call(dist.new_group(backend="gloo"), torch.clone, torch.clone)
-    for make in (transposed, strided, negated):
+    for make in (transposed, strided, negated, of_inference):
         for some in (range(dist.get_world_size()), [1]):
             mine = make if dist.get_rank() in some else torch.clone
             for given, out in ((mine, torch.clone), (torch.clone, mine)):
