@@ -210,8 +210,8 @@ def every_call(group: Any, given: Callable[[Any], Any], out: Callable[[Any], Any
         found.append(given(x.clone()))
         return found[-1]
 
-    how = {"group": group, "async_op": True}
-    for call in (
+    how: dict[str, Any] = {"group": group, "async_op": True}
+    single: list[Callable[[], Any]] = [
         lambda: dist.all_reduce(changed(whole), **how),
         lambda: dist.broadcast(changed(parts[0]), 1, **how),
         lambda: all_gather(new(whole), given(parts[0]), **how),
@@ -220,13 +220,15 @@ def every_call(group: Any, given: Callable[[Any], Any], out: Callable[[Any], Any
         lambda: dist.reduce_scatter(new(parts[0]), [given(part) for part in parts], **how),
         lambda: dist.all_to_all_single(new(whole), given(whole), **how),
         lambda: dist.all_to_all_single(new(whole), given(whole), splits, splits, **how),
-    ):
+    ]
+    for call in single:
         call().wait()
-    for call in (
+    coalescing: list[Callable[[], Any]] = [
         lambda: dist.all_reduce(changed(whole), group=group),
         lambda: all_gather(new(whole), given(parts[0]), group=group),
         lambda: reduce_scatter(new(parts[0]), given(whole), group=group),
-    ):
+    ]
+    for call in coalescing:
         with dist._coalescing_manager(group=group):
             call()
             call()
