@@ -311,13 +311,18 @@ class _HostWork(Work):
         """A torch Future of the result, which C++ waits for too."""
         future: Any = torch.futures.Future()
 
-        def tell(done: concurrent.futures.Future[None]) -> None:
-            error = done.exception()
+        def tell() -> None:
+            error = self._done.exception()
             if error is None:
                 future.set_result(self._result)
             else:
                 future.set_exception(error)
 
-        self._done.add_done_callback(tell)
+        if self._done.done():
+            tell()
+        else:
+            # Callbacks of the future may make other calls and wait for them. On the thread of the
+            # calls, or on one that all futures share, these would be queued behind the callback.
+            threading.Thread(target=tell, name="tightwire-future").start()
         # An exception that is set is a value for C++; one that a callback raises is an error.
         return future.then(lambda found: found.wait())

@@ -406,6 +406,23 @@ def other_things(me: int) -> dict[str, Callable[[], Any]]:
     }
 
 
+def callbacks(group: Any) -> None:
+    """What a future's callback calls and waits for, also by a future with callbacks."""
+
+    def again(depth: int) -> Any:
+        def call(done: Any) -> Any:
+            done.wait()
+            x = tensor(dist.get_rank(), 6007)
+            work = dist.all_reduce(x, group=group, async_op=True)
+            return work.get_future().then(again(depth - 1)).wait() if depth else work.wait() and x
+
+        return call
+
+    with compressed(group, 4):
+        work = dist.all_reduce(tensor(0, 6007), group=group, async_op=True)
+        assert torch.equal(work.get_future().then(again(2)).wait(), totals(6007))
+
+
 def first_calls(device: Any) -> list[str]:
     """They return at once, though another rank comes only after what this one does next."""
     me = dist.get_rank()
@@ -437,6 +454,7 @@ def first_calls(device: Any) -> list[str]:
     for work in [dist.all_reduce(x, group=group, async_op=True) for x, group in each]:
         work.wait()
     assert all(torch.equal(x, totals(6007)) for x in xs)
+    callbacks(groups[0])
     late = dist.new_group(timeout=timedelta(seconds=1), group_desc="slow ones")
     found = []
     if me == 0:
