@@ -6,6 +6,7 @@ The backends of ``torch.distributed`` and of torchcomms have these in common.
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +31,8 @@ from .policy import Policy
 from .side_stream import SideStream
 
 _T = TypeVar("_T")
+#: Why calls fail that ``abort()`` ends.
+_ABORTED = "the group was aborted"
 
 
 def compare_policies(policy: Policy, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -100,11 +103,13 @@ class CompressedCalls:
 
     Args:
         policy: Which calls are compressed.
+        rank: Number of this rank.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, rank: int) -> None:
         #: Which calls are compressed.
         self.policy = policy
+        self._rank = rank
         self._channels: dict[tuple[int, torch.device], _Channel] = {}
         self._making = threading.Lock()
 
@@ -155,7 +160,8 @@ class CompressedCalls:
                         transport.close()
                         raise
 
-                found = self._channels[number, call.device] = _Channel(communicator, call.device)
+                found = _Channel(communicator, self._rank, call.device)
+                self._channels[number, call.device] = found
         return found.run(replace(call, run=run), rule.wire)
 
     def way(self, call: GroupCall, group: str) -> tuple[int | None, Any]:
@@ -181,7 +187,7 @@ class CompressedCalls:
             channel.close()
 
     def abort(self) -> None:
-        """Make no more calls."""
+        """Make no more calls, and over gloo end those under way."""
         for channel in self._channels.values():
             channel.abort()
 
@@ -214,8 +220,12 @@ class Compressing:
 class _Channel:
     """A communicator for one rule, and on the CPU a thread, on a GPU a stream, for its calls."""
 
-    def __init__(self, communicator: Callable[[], Communicator], device: torch.device) -> None:
+    def __init__(
+        self, communicator: Callable[[], Communicator], rank: int, device: torch.device
+    ) -> None:
         self.raw_bytes = self.wire_bytes = 0
+        self._rank = rank
+        self._numbers = itertools.count()
         self._stream = SideStream()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "tightwire-group")
         #: Set once the ranks are connected.
@@ -242,7 +252,8 @@ class _Channel:
 
         if call.device.type != "cpu":
             return _create_work_from_future(self._stream.run(call.tensors[-1], make))
-        return _HostWork(self._thread.submit(make), call.result)
+        aborted = CollectiveError(self._rank, call.op, next(self._numbers), "queue", _ABORTED)
+        return _HostWork(self._thread.submit(make), call.result, aborted)
 
     def _make(self, call: GroupCall, wire: str | None) -> None:
         if call.device.type != "cpu":
@@ -262,6 +273,8 @@ class _Channel:
 
     def abort(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._comm is not None:
+            self._comm.transport.abort(_ABORTED)
 
 
 def _called(function: Callable[[], _T]) -> concurrent.futures.Future[_T]:
@@ -277,20 +290,33 @@ def _called(function: Callable[[], _T]) -> concurrent.futures.Future[_T]:
 class _HostWork(Work):
     """A call that a thread makes."""
 
-    def __init__(self, done: concurrent.futures.Future[None], result: Any) -> None:
+    def __init__(
+        self, done: concurrent.futures.Future[None], result: Any, aborted: CollectiveError
+    ) -> None:
         super().__init__()
         self._done = done
         self._result = result
+        #: What is wrong if the call was never begun.
+        self._aborted = aborted
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the call, and raise what went wrong in it. A timeout of 0 is that of the group.
 
         Raises:
-            CollectiveError: If the call has failed.
+            CollectiveError: If the call has failed, or the group was aborted before it.
             TimeoutError: If it takes longer.
         """
-        self._done.result(timeout.total_seconds() or None)
+        error = self._failure(timeout.total_seconds() or None)
+        if error is not None:
+            raise error
         return True
+
+    def _failure(self, timeout: float | None = None) -> BaseException | None:
+        """What went wrong in the call, which is waited for."""
+        try:
+            return self._done.exception(timeout)
+        except concurrent.futures.CancelledError:
+            return self._aborted
 
     def synchronize(self) -> None:
         self.wait()
@@ -299,10 +325,10 @@ class _HostWork(Work):
         return self._done.done()
 
     def is_success(self) -> bool:
-        return self._done.done() and self._done.exception() is None
+        return self._done.done() and self._failure() is None
 
     def exception(self) -> Any:
-        return self._done.exception() if self._done.done() else None
+        return self._failure() if self._done.done() else None
 
     def result(self) -> Any:
         return self._result
@@ -312,7 +338,7 @@ class _HostWork(Work):
         future: Any = torch.futures.Future()
 
         def tell() -> None:
-            error = self._done.exception()
+            error = self._failure()
             if error is None:
                 future.set_result(self._result)
             else:

@@ -117,7 +117,7 @@ class TightwireGroup(Compressing, dist.ProcessGroup):  # type: ignore[misc]
     def __init__(self, given: Any, policy: Policy, options: Any = None) -> None:
         # The constructor that takes the store makes an object whose methods C++ does not find.
         super().__init__(given.group_rank, given.group_size)
-        self._calls = CompressedCalls(policy)
+        self._calls = CompressedCalls(policy, given.group_rank)
         self._store = dist.PrefixStore("compressed", given.store)
         self._native = dist.ProcessGroup(given.store, given.group_rank, given.group_size)
         self._devices: list[str] = []
@@ -223,7 +223,11 @@ class TightwireGroup(Compressing, dist.ProcessGroup):  # type: ignore[misc]
             self._downward.shutdown()
 
     def abort(self) -> None:
-        """End all connections at once."""
+        """End all connections at once.
+
+        On the CPU compressed calls under way fail, here and on the other ranks, and those that
+        have not begun raise a CollectiveError by ``wait()``.
+        """
         self._calls.abort()
         self._native.abort()
         if self._downward is not None:

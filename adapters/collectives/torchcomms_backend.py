@@ -171,7 +171,7 @@ class TightwireBackend(Compressing, TorchCommBackend):  # type: ignore[misc]
 
     def _start(self, comm: Any, name: str, policy: Policy, store: Any, timeout: timedelta) -> None:
         self._comm, self._name, self._store, self._timeout = comm, name, store, timeout
-        self._calls = CompressedCalls(policy)
+        self._calls = CompressedCalls(policy, comm.get_rank())
         #: How many parts have been made: their stores have names of their own.
         self._splits = 0
         try:

@@ -423,7 +423,34 @@ def callbacks(group: Any) -> None:
         assert torch.equal(work.get_future().then(again(2)).wait(), totals(6007))
 
 
-def first_calls(device: Any) -> list[str]:
+def aborted() -> list[str]:
+    """Rank 0 gives up a call under way and two that wait; rank 1 is told in the first of them."""
+    group = dist.new_group(group_desc="aborted")
+    dist.all_reduce(tensor(0, 6007), group=group)
+    found = []
+    start = time.monotonic()
+    if dist.get_rank() == 0:
+        works = [dist.all_reduce(tensor(0, 6007), group=group, async_op=True) for _ in range(3)]
+        future = works[2].get_future()
+        while not works[0]._done.running():
+            time.sleep(0.01)
+        group.abort()
+        waits = [works[0].wait, works[1].wait, future.wait]
+        assert not works[1].is_success()
+    else:
+        dist.recv(torch.zeros(3), 0)
+        waits = [lambda: dist.all_reduce(tensor(0, 6007), group=group)]
+    for wait in waits:
+        with pytest.raises(RuntimeError) as caught:
+            wait()
+        found.append(str(caught.value))
+    if dist.get_rank() == 0:
+        dist.send(torch.zeros(3), 1)
+    assert time.monotonic() - start < BOUND
+    return found
+
+
+def first_calls(device: Any) -> list[list[str]]:
     """They return at once, though another rank comes only after what this one does next."""
     me = dist.get_rank()
     port: list[Any] = [None]
@@ -467,7 +494,7 @@ def first_calls(device: Any) -> list[str]:
         assert late.trace() == []
         assert time.monotonic() - start < BOUND
     dist.barrier()
-    return found
+    return [found, aborted()]
 
 
 def leave(result: str) -> None:
@@ -546,8 +573,10 @@ def test_training_is_that_of_gloo(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_first_calls_return_at_once(tmp_path: Path) -> None:
-    found, _ = launch(__file__, "first_calls", 2, tmp_path)
-    for text in found:
+    (late, mine), (_, others) = launch(__file__, "first_calls", 2, tmp_path)
+    assert ["the group was aborted" in text for text in (*mine, *others)] == [True] * 4
+    assert "rank 0: all_reduce #2 failed in stage 'queue': the group was aborted" == mine[1]
+    for text in late:
         assert "rank 0: new_group #0 failed in stage 'agree': slow ones, rule 0: " in text
         assert "ranks [1] have not come in 1 s" in text
 
