@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Work
 from ..transports.base import Transport
 from ..transports.torch_groups import timeout_of
 from . import group_calls
-from .compressed_calls import CompressedCalls, Compressing, compare_policies, connect
+from .compressed_calls import CompressedCalls, Compressing, compare_policies, connect, own_store
 from .group_calls import GroupCall
 from .policy import Policy, Rule
 from .torch_backend import register
@@ -76,6 +76,7 @@ def create(given: Any, options: Any) -> TightwireGroup:
         CollectiveError: On all ranks, if their policies differ, or if one does not come in time.
         TypeError: If a rule is something else.
     """
+    given.store = own_store(given.store, given.group_rank)
     is_policy = isinstance(options, (Policy, list, tuple))
     found = _policy_of(options) if is_policy else policy()
     compare_policies(found, given.store, given.group_rank, given.group_size, given.timeout)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ..transports.base import Transport
 from . import group_calls, process_group
-from .compressed_calls import CompressedCalls, Compressing, compare_policies, connect
+from .compressed_calls import CompressedCalls, Compressing, compare_policies, connect, own_store
 from .group_calls import GroupCall
 from .policy import Policy
 from .torch_backend import NAME
@@ -170,12 +170,13 @@ class TightwireBackend(Compressing, TorchCommBackend):  # type: ignore[misc]
         self._start(comm, name, found, dist.PrefixStore(f"{NAME}/{name}", store), options.timeout)
 
     def _start(self, comm: Any, name: str, policy: Policy, store: Any, timeout: timedelta) -> None:
-        self._comm, self._name, self._store, self._timeout = comm, name, store, timeout
+        self._comm, self._name, self._timeout = comm, name, timeout
+        self._store = own_store(store, comm.get_rank())
         self._calls = CompressedCalls(policy, comm.get_rank())
         #: How many parts have been made: their stores have names of their own.
         self._splits = 0
         try:
-            compare_policies(policy, store, comm.get_rank(), comm.get_size(), timeout)
+            compare_policies(policy, self._store, comm.get_rank(), comm.get_size(), timeout)
         except BaseException:
             comm.finalize()
             raise

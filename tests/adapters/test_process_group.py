@@ -460,10 +460,15 @@ def first_calls(device: Any) -> list[list[str]]:
     dist.broadcast_object_list(port)
     if me:
         store = dist.TCPStore("127.0.0.1", port[0], is_master=False)
-    dist.destroy_process_group()
-    process_group.set_policy([Rule(min_bytes=LEAST)])
     seconds = timedelta(seconds=BOUND)
-    dist.init_process_group("tightwire", store=store, rank=me, world_size=2, timeout=seconds)
+    # Groups of one store, one after the other, find nothing that those before have written.
+    for least in (LEAST + 2, LEAST + 1, LEAST):
+        dist.destroy_process_group()
+        process_group.set_policy([Rule(min_bytes=least)])
+        dist.init_process_group("tightwire", store=store, rank=me, world_size=2, timeout=seconds)
+        x = tensor(me, 6007)
+        dist.all_reduce(x)
+        assert torch.equal(x, totals(6007))
     for name, do in other_things(me).items():
         group = dist.new_group()
         x = tensor(me, 6007)
