@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ class TightwireGroup(Compressing, dist.ProcessGroup):  # type: ignore[misc]
         # The constructor that takes the store makes an object whose methods C++ does not find.
         super().__init__(given.group_rank, given.group_size)
         self._calls = CompressedCalls(policy, given.group_rank)
+        self._given = given
         self._store = dist.PrefixStore("compressed", given.store)
         self._native = dist.ProcessGroup(given.store, given.group_rank, given.group_size)
         self._devices: list[str] = []
@@ -215,6 +217,55 @@ class TightwireGroup(Compressing, dist.ProcessGroup):  # type: ignore[misc]
         works, self._coalesced = self._coalesced or [], None
         native = self._native._end_coalescing(device)
         return _Works([native, *works]) if works else native
+
+    def split_group(
+        self,
+        ranks: Iterable[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> TightwireGroup | None:
+        """Make a group of some ranks, with this group's policy; only these have to call it.
+
+        Args:
+            ranks: Numbers of the ranks in this group, in the order of their new numbers.
+            timeout: Of the new group. None: that of this group.
+            opts: Options of NCCL, or None.
+            group_name: Its name. None: one that is made of the name of this group and the ranks.
+            group_desc: Its description, which rules may be for. None: as for the name.
+            device_types: Not used: the new group is for the devices of this one.
+
+        Returns:
+            The group; None if this rank is not in it.
+
+        Raises:
+            RuntimeError: If the network fails.
+        """
+        # PyTorch's own looks for a store in the object of C++, which has none. That of gloo changes
+        # the options of the group that is split, and may read past their end.
+        members = list(ranks)
+        if self.rank() not in members:
+            return None
+        part, rank = f"split:{members}", members.index(self.rank())
+        above = self._given.global_ranks_in_group or range(self.size())
+        given = SimpleNamespace(
+            store=own_store(dist.PrefixStore(part, self._given.store), rank),
+            group_rank=rank,
+            group_size=len(members),
+            timeout=self._given.timeout if timeout is None else timeout,
+            global_ranks_in_group=[above[member] for member in members],
+            group_id=group_name or f"{self.group_name}:{part}",
+        )
+        found = TightwireGroup(given, self.policy, opts)
+        found._set_group_name(given.group_id)
+        found._set_group_desc(group_desc or f"{self.group_desc}:{part}")
+        return found
+
+    def get_group_store(self) -> Any:
+        """The store of this group's ranks."""
+        return self._native.get_group_store()
 
     def shutdown(self) -> None:
         """End all connections, once the compressed calls under way are over."""
