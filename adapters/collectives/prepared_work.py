@@ -535,7 +535,7 @@ class Prepared(Judged):
             raise refusal
         if self._exact is None:
             self._exact = self._prepared_exactly(self._calls.exact())
-        with tensors.writing():
+        with tensors.writing(*arrays):
             self._exact(*arrays, **options).wait()
         # Seldom needed, and as large as what is sent.
         self._exact.rest()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import sys
 import time
@@ -104,10 +105,18 @@ def check_result(x: Any, values: Any, info: ArrayInfo, what: str) -> None:
         )
 
 
-def writing() -> AbstractContextManager[Any]:
-    """Have results be written that `check_result` has allowed before, perhaps in another mode."""
+def writing(*given: Any) -> AbstractContextManager[Any]:
+    """Have results be written that `check_result` has allowed before, perhaps in another mode.
+
+    `given` are arrays or lists of them, the results among them.
+    """
     torch = sys.modules.get("torch")
-    return contextlib.nullcontext() if torch is None else torch.inference_mode()
+    if torch is None:
+        return contextlib.nullcontext()
+    xs = itertools.chain.from_iterable(x if isinstance(x, (list, tuple)) else [x] for x in given)
+    inference = any(is_torch(x) and x.is_inference() for x in xs)
+    found: AbstractContextManager[Any] = torch.inference_mode() if inference else torch.no_grad()
+    return found
 
 
 def as_result(x: Any, dtype: DType, target: Target) -> Any:
