@@ -35,25 +35,6 @@ _T = TypeVar("_T")
 _ABORTED = "the group was aborted"
 
 
-def own_store(store: Any, rank: int) -> Any:
-    """A store for one group alone; each rank calls it once for every group that it makes.
-
-    A store may outlive a group, and serve another one of the same name, which is not to find what
-    the first has written.
-
-    Args:
-        store: A store of the group's ranks, of ``torch.distributed``.
-        rank: Number of this rank.
-
-    Returns:
-        The store, with a prefix that the ranks have counted.
-
-    Raises:
-        RuntimeError: If the store does not answer.
-    """
-    return dist.PrefixStore(f"group {store.add(f'groups/{rank}', 1)}", store)
-
-
 def compare_policies(policy: Policy, store: Any, rank: int, size: int, timeout: timedelta) -> None:
     """Raise where the ranks of a group have different policies; all of them call it together.
 

@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
+from ..transports.aborting import own_store
 from ..transports.base import Transport
 from ..transports.torch_groups import timeout_of
 from . import group_calls
-from .compressed_calls import CompressedCalls, Compressing, compare_policies, connect, own_store
+from .compressed_calls import CompressedCalls, Compressing, compare_policies, connect
 from .group_calls import GroupCall
 from .policy import Policy, Rule
 from .torch_backend import register

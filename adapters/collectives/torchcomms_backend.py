@@ -23,9 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..transports.aborting import own_store
 from ..transports.base import Transport
 from . import group_calls, process_group
-from .compressed_calls import CompressedCalls, Compressing, compare_policies, connect, own_store
+from .compressed_calls import CompressedCalls, Compressing, compare_policies, connect
 from .group_calls import GroupCall
 from .policy import Policy
 from .torch_backend import NAME

@@ -58,6 +58,25 @@ def patiently(*asks: Callable[[], object], seconds: float = _PATIENCE) -> list[s
     return problems
 
 
+def own_store(store: Any, rank: int) -> Any:
+    """A store for one group alone; each rank calls it once for every group that it makes.
+
+    A store may outlive a group, and serve another one of the same name, which is not to find what
+    the first has written.
+
+    Args:
+        store: A store of the group's ranks, of ``torch.distributed``.
+        rank: Number of this rank.
+
+    Returns:
+        The store, with a prefix that the ranks have counted.
+
+    Raises:
+        RuntimeError: If the store does not answer.
+    """
+    return dist.PrefixStore(f"group {store.add(f'groups/{rank}', 1)}", store)
+
+
 class Failures:
     """What the ranks of a group say of their failures, by its store.
 
@@ -74,8 +93,7 @@ class Failures:
         self._store: Any = None
 
         def count() -> None:
-            number = store.add(f"groups/{rank}", 1) - 1
-            self._store = dist.PrefixStore(f"group {number}", store)
+            self._store = own_store(store, rank)
 
         patiently(count)
 
